@@ -1,1 +1,1 @@
-"""What is patched in torch and in Ray Data, one family a file; `patcher` says how."""
+"""Patches of torch and Ray Data: one family per file. `patcher` defines how a patch is applied."""

@@ -1,8 +1,8 @@
 """
-Where a backward begins and ends, and where this rank's own gradients are done.
+Marks where a backward begins and ends, and where this rank's own gradients are done.
 
-The first gradient queues a callback of the autograd engine. DDP queues its own only when its last bucket
-is ready, so ours runs first: own gradients are done, the exchange is not.
+The first gradient queues a callback of the autograd engine. DDP queues its own callback only when its last
+bucket is ready, so ours runs first: at that moment this rank's gradients are done and the exchange is not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ARGUMENTS = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_va
 
 
 def patch(patcher: Patcher, recorder: Recorder) -> None:
-    """Patch `torch.autograd.backward`, which `Tensor.backward` calls; raises what does not fit this torch."""
+    """Patch `torch.autograd.backward`, which `Tensor.backward` calls. Raises if this torch does not fit."""
     import torch
 
     expect(torch.autograd.backward, ARGUMENTS)
@@ -40,10 +40,10 @@ class _Gradients:
         self.failed = failed
         self.is_compiling, self.tensor = torch.compiler.is_dynamo_compiling, torch.Tensor
         self.queued = True
-        """The callback of this backward is queued, or there is none to queue."""
+        """Whether the callback of this backward is queued, or no callback is needed."""
         self.first = self._first_gradient(recorder, torch.autograd.Variable._execution_engine.queue_callback)
-        # A node takes over the hooks of the tensor that it is shown: this one's, so that the loss is left
-        # alone. It is four times as fast as `register_hook`.
+        # A node takes over the hooks of the tensor that it is given. A tensor of ours is given, so that the
+        # loss is not changed. This is four times as fast as `register_hook`.
         self.carrier = torch.zeros(())
         self.carrier._backward_hooks = OrderedDict({0: self.first})
 
@@ -72,11 +72,14 @@ class _Gradients:
         return first_gradient
 
     def watch(self, tensors: Any, graph_stays: bool) -> list[Any]:
-        """Hook the roots of a backward; where the graph stays, return the hooks, which are to be removed."""
+        """
+        Hook the roots of a backward. If the graph is kept, return the hooks; the caller must
+        remove them.
+        """
         roots = tensors if isinstance(tensors, (list, tuple)) else (tensors,)
         functions = [root.grad_fn for root in roots if isinstance(root, self.tensor)]
         nodes = [node for node in functions if node is not None]
-        if graph_stays:  # nothing of ours may pile up in it
+        if graph_stays:  # none of our hooks may accumulate in the graph
             return [node.register_prehook(self.first) for node in nodes]
         for node in nodes:
             node._register_hook_dict(self.carrier)
@@ -104,7 +107,8 @@ def _backward(original: Any, recorder: Recorder, gradients: _Gradients) -> Any:
         if is_compiling():
             return original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
         if type(tensors) is not tensor and hasattr(type(tensors), "__next__"):
-            tensors = tuple(tensors)  # it can be read only once, and what it raises is the user's
+            # an iterator can be read only once, and its exceptions belong to the user
+            tensors = tuple(tensors)
         written = began = ok = False
         hooks: Any = ()
         try:

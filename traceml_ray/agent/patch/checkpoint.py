@@ -1,4 +1,4 @@
-"""`torch.save` and `torch.distributed.checkpoint` are spans inside the stage they are called in."""
+"""Times `torch.save` and `torch.distributed.checkpoint` as spans inside the stage that calls them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from traceml_ray.agent.recorder import Spans
 
 MODULE = "torch.distributed.checkpoint"
 _FUNCTIONS = {"save": "checkpoint", "async_save": "checkpoint", "load": "checkpoint load"}
-"""Functions that are timed. Of `async_save`, only the part that the training thread waits for."""
+"""Functions that are timed. Of `async_save`, only the part that blocks the training thread is timed."""
 
 
 def patch_save(patcher: Patcher, spans: Spans) -> None:
@@ -20,7 +20,7 @@ def patch_save(patcher: Patcher, spans: Spans) -> None:
 
 
 def patch(patcher: Patcher, spans: Spans) -> None:
-    """Time `torch.distributed.checkpoint`, which has been imported."""
+    """Time `torch.distributed.checkpoint`, which must be imported."""
     import torch.distributed.checkpoint as checkpoint
 
     for function, name in _FUNCTIONS.items():

@@ -1,12 +1,13 @@
 """
-torch.distributed as user code calls it: its process groups, its collectives, and the waits for those that
-were only started.
+Patches torch.distributed as user code calls it: process groups, collectives, and waits for asynchronous
+collectives.
 
-A process that joins a group is a rank. Where a job is not only data parallel, it is read where a rank is in
-its device mesh and its pipeline. Each collective is a span inside the stage it is called in. They are
-replaced where users find them (`torch.distributed.all_reduce`, …): a name imported before the monitor came
-stays as it was, and is not timed. DDP exchanges gradients without them; where nothing says when gradients
-are exchanged, reductions do.
+A process that joins a group is a rank. If a job is not only data parallel, the rank's position is read from
+its device mesh and its pipeline. Each collective is a span inside the stage that calls it.
+
+Collectives are replaced where users look them up (`torch.distributed.all_reduce`, …). A name that was
+imported before the monitor started keeps the original function and is not timed. DDP exchanges gradients
+without these functions. If nothing else shows when gradients are exchanged, reductions do.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from traceml_ray.wire import messages as wire
 
 
 def patch_process_group(patcher: Patcher, joined: Callable[[], None]) -> None:
-    """Have `joined` called after `torch.distributed.init_process_group`."""
+    """Make `torch.distributed.init_process_group` call `joined` afterwards."""
     import torch.distributed as dist
 
     if dist.is_available():
@@ -41,27 +42,27 @@ _MAX_DIMENSIONS, _MAX_STAGES, _MAX_NAME_CHARS = 8, 64, 32
 
 
 class ModelParallel:
-    """What of it this process uses: `strategies` holds tp, pp."""
+    """Which model parallelism this process uses. `strategies` contains tp and pp if they are used."""
 
     def __init__(self, exchange: GradientExchange, patcher: Patcher) -> None:
         self.strategies: set[str] = set()
         self.mesh: dict[str, list[int]] = {}
-        """The rank's coordinate in each dimension of its largest device mesh, and how large that is."""
+        """Dimension of the rank's largest device mesh → [the rank's coordinate, size of the dimension]."""
         self.stages: dict[int, int] = {}
-        """The stages of a pipeline that the rank has, each with how many there are in all."""
+        """Pipeline stage of this rank → number of stages in all."""
         self._exchange = exchange
         self._patcher = patcher
 
     @property
     def placement(self) -> wire.Placement | None:
-        """Where this rank is, None where there is nothing to tell."""
+        """Position of this rank. None if nothing is known."""
         if not self.mesh and not self.stages:
             return None
         stages = sorted(self.stages)[:_MAX_STAGES]
         return wire.Placement(dict(self.mesh), stages, max(self.stages.values(), default=0))
 
     def patch_mesh(self) -> None:
-        """Note device meshes as they are made."""
+        """Record device meshes when they are made."""
         import torch.distributed as dist
 
         if dist.is_available():
@@ -69,24 +70,27 @@ class ModelParallel:
             self._patcher.replace(dist.device_mesh.DeviceMesh, "__init__", made)
 
     def patch_tensor(self) -> None:
-        """Note the use of `parallelize_module`, whose module has been imported."""
+        """Record the use of `parallelize_module`, whose module must be imported."""
         import torch.distributed.tensor.parallel as parallel
 
         self._patcher.replace(parallel, "parallelize_module", self._patcher.after("tp", self._add_tensor))
 
     def patch_pipeline(self) -> None:
-        """Note pipeline stages as they are made; their module has been imported."""
+        """Record pipeline stages when they are made. Their module must be imported."""
         from torch.distributed.pipelining.stage import _PipelineStageBase
 
         self._patcher.replace(_PipelineStageBase, "__init__", self._patcher.after("pp", self._add_stage))
 
     def look_again(self) -> None:
-        """Collectives in a graph of `torch.compile` wait without a mark: note that there may be some."""
+        """Check for graphs of `torch.compile`: collectives in such a graph wait without a mark."""
         if "tp" in self.strategies and self._exchange.roles and _compiled():
             self._exchange.couple(_COMPILED)
 
     def _add_mesh(self, mesh: Any, _: dict[str, Any]) -> None:
-        """A mesh of named dimensions; those that are a part of another one, or flattened, have fewer."""
+        """
+        Record a mesh with named dimensions if it has more dimensions than the recorded one. A slice of a
+        mesh, or a flattened mesh, has fewer.
+        """
         names, coordinate = mesh.mesh_dim_names, mesh.get_coordinate()
         if names and coordinate and len(self.mesh) < len(names) <= _MAX_DIMENSIONS:
             sizes = mesh.mesh.shape
@@ -105,7 +109,10 @@ class ModelParallel:
         self._add("tp", "cpu" if devices == {"cpu"} else "")
 
     def _add(self, strategy: str, device: str) -> None:
-        """On the CPU the training thread itself waits; on a device its streams do."""
+        """
+        Record a strategy. On the CPU the training thread itself waits; on a device the
+        device's streams wait.
+        """
         self.strategies.add(strategy)
         if device.startswith("cpu"):
             self._exchange.see(strategy)
@@ -120,7 +127,7 @@ def _compiled() -> bool:
 
 
 WORLD = "world"
-"""The process group of all ranks."""
+"""Name of the process group of all ranks."""
 FUNCTIONAL_MODULE = "torch.distributed._functional_collectives"
 _COLLECTIVES = (
     *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "scatter", "gather"),
@@ -131,11 +138,11 @@ _COLLECTIVES = (
     *("send_object_list", "recv_object_list"),
 )
 """
-Those that this torch has are timed. Not `isend` and `irecv`: `P2POp` accepts no others in their place, and
-pipelines are made of it; what they take is in the wait.
+Collectives that are timed if this torch has them. `isend` and `irecv` are not: `P2POp` accepts no replacement
+for them, and pipelines use it. Their time is in the wait.
 """
 _REDUCTIONS = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor")
-"""What gradients are exchanged with by hand, or by a framework that is neither DDP nor FSDP."""
+"""Collectives that exchange gradients by hand, or in a framework that is neither DDP nor FSDP."""
 
 
 class Collectives:
@@ -146,18 +153,22 @@ class Collectives:
         self._spans = spans
         self._failed = failed
         self._inside = False
-        """The training thread is in one: what that calls and waits for is part of it."""
+        """
+        Whether the training thread is inside a collective. Calls and waits inside belong to
+        that collective.
+        """
         self._handles: dict[int, tuple[ref[Any], bool]] = {}
         """
-        Reductions that were started and not yet waited for, by id: the handle, held weakly, and whether it
-        runs on a device. An entry ends with its handle, whose id another object may have then.
+        Reductions that were started and not waited for yet: id of the handle → (weak reference to the handle,
+        whether it runs on a device). An entry is removed with its handle, because another object may get the
+        same id.
         """
         self._largest_reduced = 0
         self.reduction = ""
-        """The one of _REDUCTIONS that has reduced most at once."""
+        """The name in _REDUCTIONS that has reduced the most bytes in one call."""
 
     def patch(self, patcher: Patcher) -> None:
-        """Time the functions of `torch.distributed`, and the wait for those that were started only."""
+        """Time the functions of `torch.distributed`, and the waits for asynchronous collectives."""
         import torch
         import torch.distributed as dist
 
@@ -172,18 +183,21 @@ class Collectives:
             patcher.replace(dist.distributed_c10d, "_coalescing_manager", self._coalesced)
 
     def patch_functional(self, patcher: Patcher) -> None:
-        """Time the wait for a functional collective: DTensor uses them (the norm of sharded gradients)."""
+        """
+        Time the wait for a functional collective. DTensor uses them (for the norm of sharded
+        gradients).
+        """
         import torch.distributed._functional_collectives as functional
 
         patcher.replace(functional, "wait_tensor", self._wait())
 
     def _wait(self, *, future: bool = False) -> Make:
         """
-        Return what makes the wrapper of a wait for peers; for a `future` only on a device, where its wait is
-        one of the stream: elsewhere it may be for anything.
+        Return the function that makes the wrapper of a wait for peers. With `future`, waits count only on a
+        device, where the wait is one of the stream; elsewhere a future may be for anything.
 
-        It is a span by itself only where it is not part of a collective, which torch.distributed starts and
-        then waits for: what of that is work (pickling an object) stays in its stage.
+        The wait is a separate span only if it is not part of a collective that torch.distributed starts and
+        waits for itself. Work inside such a collective (pickling an object) stays in its stage.
         """
         from torch.compiler import is_dynamo_compiling
 
@@ -215,7 +229,8 @@ class Collectives:
         from torch.compiler import is_dynamo_compiling
 
         spans, recorder, exchange = self._spans, self._recorder, self._recorder.exchange
-        sized = not op.endswith(("_object", "_object_list"))  # objects have no size before they are pickled
+        # the size of an object is unknown before it is pickled
+        sized = not op.endswith(("_object", "_object_list"))
         reduces = op in _REDUCTIONS
 
         def make(original: Any) -> Any:
@@ -253,9 +268,11 @@ class Collectives:
 
     def _unmarked(self, buffers: Iterable[Any] | None = None, result: Any = None) -> None:
         """
-        Couple the rows of a device where another thread has waited on the stream of their marks, in a
-        collective of these `buffers` or, in autograd's thread, for one: a hook of a backward has called it,
-        and that wait cannot be told from work. Those of FSDP have marks around them.
+        Mark the rows of a device as coupled if another thread waited on the stream of their marks.
+
+        The wait is in a collective of these `buffers` or, in autograd's thread, for one: a hook of a backward
+        has called it, and the wait cannot be separated from work. Waits of FSDP have marks around them and
+        need no coupling.
         """
         recorder = self._recorder
         device, exchange = recorder.device, recorder.exchange
@@ -275,8 +292,8 @@ class Collectives:
 
     def _coalesced(self, original: Any) -> Any:
         """
-        Make the wrapper of what puts several collectives into one: where that waits on a device, its kernel
-        is outside of all waits that have marks.
+        Make the wrapper of the context manager that merges several collectives into one. If that waits on a
+        device, its kernel is outside of all waits that have marks.
         """
 
         def manager(*args: Any, **kwargs: Any) -> Any:
@@ -291,7 +308,7 @@ class Collectives:
         return any(tensor.device.type != "cpu" for one in buffers for tensor in _tensors(one))
 
     def _reduced(self, op: str, group: Any, buffers: Iterable[Any], size: int, handle: Any) -> None:
-        """Tell the recorder that a reduction is over, or once it will have been waited for."""
+        """Report a reduction to the recorder: now if it is over, else after the wait for it."""
         import torch.distributed as dist
 
         try:
@@ -309,7 +326,7 @@ class Collectives:
             self._failed("span", error)
 
     def _waited(self, handle: Any) -> None:
-        """Tell the recorder that a reduction that was started has been waited for."""
+        """Report to the recorder that an asynchronous reduction has been waited for."""
         try:
             known, on_device = self._handles.pop(id(handle))
             if known() is handle:
@@ -318,7 +335,7 @@ class Collectives:
             self._failed("span", error)
 
     def _largest(self, buffers: Iterable[Any]) -> int:
-        """Return the bytes of the largest of a collective's buffers."""
+        """Return the size of the largest of a collective's buffers, in bytes."""
         largest = 0
         try:
             for buffer in buffers:
@@ -329,7 +346,7 @@ class Collectives:
 
 
 def _tensors(buffer: Any) -> list[Any]:
-    """Return the tensors of one of a collective's buffers: a tensor, or a list of tensors."""
+    """Return the tensors of one buffer of a collective. A buffer is a tensor or a list of tensors."""
     import torch
 
     items = buffer if type(buffer) in (list, tuple) else (buffer,)
@@ -337,7 +354,7 @@ def _tensors(buffer: Any) -> list[Any]:
 
 
 def _named(op: str, group: Any) -> tuple[str, str | None]:
-    """Return the name of a collective in a group, which need not be that of all ranks, and the group's."""
+    """Return (name of a collective in a group, name of the group). The group need not contain all ranks."""
     try:
         import torch.distributed as dist
 
@@ -346,12 +363,12 @@ def _named(op: str, group: Any) -> tuple[str, str | None]:
         what = group.group_desc
         named = f"{op} of {group.size()}" + f" ({what})" * (what not in ("", "undefined"))
         return named, group_name(group)
-    except Exception:  # an argument of the wrong type: torch will raise what it thinks of it
+    except Exception:  # an argument has the wrong type; torch will raise its own error
         return op, None
 
 
 def group_name(group: Any) -> str:
-    """Return torch's name of a process group, WORLD for that of all ranks."""
+    """Return torch's name of a process group, or WORLD for the group of all ranks."""
     import torch.distributed as dist
 
     return WORLD if group is dist.group.WORLD else str(group.group_name)[:MAX_NAME_CHARS]

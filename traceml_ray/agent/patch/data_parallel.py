@@ -1,7 +1,8 @@
 """
-DDP and FSDP: which modules are roots, which backwards exchange gradients, and with whom.
+Patches DDP and FSDP: which modules are roots, which backwards exchange gradients, and with which ranks.
 
-Which backwards exchange gradients: a loss in chunks, or a part that DDP or FSDP does not own, need not.
+Not every backward exchanges gradients: a loss computed in chunks, or a part of the model outside DDP and
+FSDP, may not.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _REDUCES = (
     ("torch.distributed.fsdp._runtime_utils", "_reduce_grad"),
     ("torch.distributed.fsdp._runtime_utils", "_reduce_grad_no_shard"),
 )
-"""What `fully_shard` and FSDP call for each group of parameters whose gradients they exchange."""
+"""Functions that `fully_shard` and FSDP call for each group of parameters whose gradients they exchange."""
 
 
 class Exchanges:
-    """Answers `GradientExchange.peers` at the end of each backward; never raises."""
+    """Answers `GradientExchange.peers` at the end of each backward. Never raises."""
 
     def __init__(self, exchange: GradientExchange, failed: Failed) -> None:
         self._exchange = exchange
@@ -37,15 +38,15 @@ class Exchanges:
         self._patched: set[str] = set()
 
     def add_ddp(self, module: Any) -> None:
-        """Ask for this DDP module at the end of a backward, too."""
+        """Also check this DDP module at the end of each backward."""
         self._ddp = [*(known for known in self._ddp if known[0]() is not None), (weakref.ref(module), [])]
 
     def of_ddp(self) -> bool:
         """
-        Return whether the backward that ends was one of DDP's: `no_sync` was not on.
+        Return whether the backward that ends exchanged gradients of DDP, that is, without `no_sync`.
 
-        Once a step has had several, it is also asked whether gradients of DDP's parameters were made in it:
-        the reducer notes the time of each.
+        Once a step has had several such backwards, this also checks whether the backward made gradients of
+        DDP's parameters: the reducer records the time of each.
         """
         exchanged = False
         try:
@@ -65,12 +66,12 @@ class Exchanges:
         return exchanged
 
     def of_fsdp(self) -> bool:
-        """Return whether gradients were reduced in the backward that ends; True while none ever were."""
+        """Return whether gradients were reduced in the backward that ends. True while none ever were."""
         before, self._known = self._known, self._reduces
         return self._reduces != before or not self._reduces
 
     def patch_fsdp(self, patcher: Patcher) -> None:
-        """Count the reductions of FSDP in those of its modules that have been imported; again for others."""
+        """Count the reductions of FSDP in its imported modules. Call it again when others are imported."""
         from torch.compiler import is_compiling
 
         def make(original: Any) -> Any:
@@ -93,9 +94,9 @@ COMPOSABLE_MODULE = "torch.distributed._composable.fsdp"
 """Where older versions of torch have `fully_shard`."""
 DEEPSPEED_MODULE = "deepspeed.runtime.engine"
 HYBRID = "hsdp"
-"""Part of a strategy beside fsdp or fsdp2: several ranks hold the same shard."""
+"""Appended to the strategies fsdp and fsdp2: several ranks hold the same shard."""
 REDUCTION = "all_reduce of gradients"
-"""What DDP does in each backward, which is not timed: a span of no length, when the module is made."""
+"""What DDP does in each backward. It is not timed: a span of length 0 is recorded when the module is made."""
 
 
 class DataParallel:
@@ -103,15 +104,18 @@ class DataParallel:
 
     def __init__(self, recorder: Recorder, roots: RootModules, spans: Spans, patcher: Patcher) -> None:
         self.strategy = ""
-        """ddp, fsdp or fsdp2; empty while there is no such module."""
+        """ddp, fsdp or fsdp2. Empty while there is no such module."""
         self.engine = ""
-        """deepspeed, where that wraps the model: it exchanges gradients by collectives of its own."""
+        """deepspeed if that wraps the model: it exchanges gradients with its own collectives."""
         self.hybrid = False
-        """Several ranks hold the same shard (HSDP)."""
+        """Whether several ranks hold the same shard (HSDP)."""
         self.traffic = ShardTraffic(recorder, patcher.failed)
         self.memory = ForwardMemory(patcher.failed)
         self.group: tuple[int, int] | None = None
-        """With whom this rank exchanges gradients, see `wire.RankBatch`; of several groups the largest."""
+        """
+        The ranks with which this rank exchanges gradients, see `wire.RankBatch`. The largest of several
+        groups.
+        """
         self._exchange = recorder.exchange
         self._roots = roots
         self._spans = spans
@@ -124,7 +128,7 @@ class DataParallel:
         return [module for ref in self._sharded if (module := ref()) is not None]
 
     def patch_ddp(self) -> None:
-        """Note DDP modules as they are made; their broadcast of buffers before a forward is a wait."""
+        """Record DDP modules when they are made. Their broadcast of buffers before a forward is a wait."""
         import torch
         from torch.nn.parallel import DistributedDataParallel
 
@@ -146,7 +150,7 @@ class DataParallel:
         patcher.replace(DistributedDataParallel, "_sync_buffers", make_sync_buffers)
 
     def patch_fsdp(self) -> None:
-        """Note modules that are given to `fully_shard` or FSDP, whose module has been imported."""
+        """Record modules that are given to `fully_shard` or FSDP, whose module must be imported."""
         import torch.distributed.fsdp as fsdp
 
         patcher = self._patcher
@@ -162,7 +166,7 @@ class DataParallel:
         patcher.apply("fsdp: memory", lambda: self.memory.patch(patcher))
 
     def patch_composable(self) -> None:
-        """Do so for `fully_shard` of a torch before 2.6, whose module has been imported."""
+        """Do the same for `fully_shard` of a torch before 2.6, whose module must be imported."""
         import torch.distributed._composable.fsdp as composable
         import torch.distributed.fsdp as fsdp
 
@@ -170,7 +174,7 @@ class DataParallel:
             self._patch_fully_shard(composable)
 
     def patch_deepspeed(self) -> None:
-        """Note that a model is given to DeepSpeed, whose module has been imported."""
+        """Record that a model is given to DeepSpeed, whose module must be imported."""
 
         def note(*_: object) -> None:
             self.engine = "deepspeed"
@@ -179,7 +183,7 @@ class DataParallel:
         self._patcher.replace(engine, "__init__", self._patcher.after("deepspeed", note))
 
     def _add_ddp(self, ddp: Any, _: dict[str, Any]) -> None:
-        """A DDP module: root, and its backward waits for peers unless `no_sync` is on."""
+        """Add a DDP module: it is a root, and its backward waits for peers unless `no_sync` is on."""
         import torch.distributed as dist
 
         self._roots.add(ddp)
@@ -195,7 +199,7 @@ class DataParallel:
         self._note_reduction(ddp)
 
     def _note_reduction(self, ddp: Any) -> None:
-        """Record that gradients are reduced from here on, in which group and how much."""
+        """Record that gradients are reduced from now on: in which group, and how many bytes."""
         size = sum(
             parameter.numel() * parameter.element_size()
             for parameter in ddp.parameters()
@@ -205,12 +209,15 @@ class DataParallel:
             self._spans.end(span, size)
 
     def _add_fsdp2(self, modules: Any, keywords: dict[str, Any]) -> None:
-        """Of a mesh of two dimensions all ranks exchange gradients; without a mesh, those of the job."""
+        """
+        Add a module given to `fully_shard`. In a mesh of two dimensions all its ranks exchange gradients;
+        without a mesh, all ranks of the job do.
+        """
         import torch
         import torch.distributed as dist
 
         mesh = keywords.get("mesh")
-        if keywords.get("dp_mesh_dims") is None:  # else some of its dimensions are for something else
+        if keywords.get("dp_mesh_dims") is None:  # otherwise some dimensions of the mesh have another purpose
             ranks = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
             self._note_group(min(ranks), len(ranks))
         devices = getattr(torch, "accelerator", torch.cuda)
@@ -218,14 +225,14 @@ class DataParallel:
         self._add_modules([*modules] if isinstance(modules, (list, tuple)) else [modules], on_cpu)
 
     def find_sharded(self) -> None:
-        """Note `FSDPModule`s that were made by a name for `fully_shard` which was imported before us."""
+        """Record `FSDPModule`s made by a reference to `fully_shard` that was imported before us."""
         of_fsdp2 = part_of_fsdp2("_fully_shard") or part_of_fsdp2("fully_shard")
         if of_fsdp2 is None or self._sharded:
             return
         modules = [module for root in self._roots.modules() for module in root.modules()]
         sharded = [module for module in modules if isinstance(module, of_fsdp2.FSDPModule)]
         groups = [group for group in groups_of(sharded) if hasattr(group.mesh_info, "shard_mesh_size")]
-        if groups:  # else they are only replicated
+        if groups:  # without groups the modules are only replicated
             self._add_modules(sharded, groups[0].device.type == "cpu")
 
     def _add_modules(self, modules: list[Any], on_cpu: bool) -> None:
@@ -241,7 +248,7 @@ class DataParallel:
         ranks = dist.get_process_group_ranks(module.process_group)
         first, size = min(ranks), len(ranks)
         between = getattr(module, "_inter_node_pg", None)
-        if between is not None:  # hybrid: a grid of ranks, of which this rank knows its row and its column
+        if between is not None:  # hybrid: the ranks form a grid, and this rank knows its row and its column
             column = dist.get_process_group_ranks(between)
             first, size = first + min(column) - dist.get_rank(), size * len(column)
         self._note_group(first, size)
@@ -249,7 +256,10 @@ class DataParallel:
         self._add_sharded("fsdp", module, module.compute_device.type == "cpu")
 
     def _add_sharded(self, strategy: str, module: Any, on_cpu: bool) -> None:
-        """On the CPU `Collectives` sees every wait inside forward and backward; else it is on a stream."""
+        """
+        Add a sharded module. On the CPU `Collectives` sees every wait inside forward and backward; elsewhere
+        the waits are on a stream.
+        """
         self.strategy = strategy
         self._exchange.shard()
         self._roots.add(module)
@@ -259,7 +269,10 @@ class DataParallel:
                 self._on_device(module)
 
     def _on_device(self, module: Any) -> None:
-        """The exchange is on a device's streams; what `SyncBatchNorm` waits for has no marks at all."""
+        """
+        Record that the exchange is on a device's streams. The waits of `SyncBatchNorm` have no
+        marks at all.
+        """
         import torch
 
         self._exchange.couple(STREAMED)

@@ -1,6 +1,8 @@
 """
-The wait for a batch counts as `data`: of a `DataLoader`, and of Ray Data's `iter_batches` and
-`iter_torch_batches`. Those of Ray Data and of `traceml_ray.watch` are marked one call at a time.
+Counts the wait for a batch as `data`.
+
+This covers `DataLoader`, and Ray Data's `iter_batches` and `iter_torch_batches`. Waits of Ray Data and of
+`traceml_ray.watch` are marked call by call.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def new_iterator(recorder: Recorder, failed: Failed, place: str) -> None:
 
 @uncounted
 def timed_next(items: Iterator[Any], loader: Any, recorder: Recorder, failed: Failed, place: str) -> Any:
-    """Return the next of `items`, with the wait for it counted as `data` of `loader`."""
+    """Return the next item of `items`. The wait for it counts as `data` of `loader`."""
     began = got = False
     try:
         began = recorder.data_begin(loader)
@@ -51,7 +53,7 @@ def timed_next(items: Iterator[Any], loader: Any, recorder: Recorder, failed: Fa
 
 
 def patch_dataloader(patcher: Patcher, recorder: Recorder) -> None:
-    """Patch the iterators of all DataLoaders; raises what does not fit this torch."""
+    """Patch the iterators of all DataLoaders. Raises if this torch does not fit."""
     from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
     patcher.replace(_BaseDataLoaderIter, "__next__", _next(recorder, patcher.failed))
@@ -107,7 +109,10 @@ def _next(recorder: Recorder, failed: Failed) -> Make:
 
 
 def _iter(kind: type, recorder: Recorder, failed: Failed) -> Make:
-    """Note on each iterator of `kind` which loader it reads; making it (starting workers) is a wait, too."""
+    """
+    Record on each iterator of `kind` which loader it reads. Making the iterator (starting workers) is a wait,
+    too.
+    """
 
     def make(original: Any) -> Any:
         def __iter__(loader: Any) -> Any:  # noqa: N807
@@ -135,7 +140,7 @@ def _iter(kind: type, recorder: Recorder, failed: Failed) -> Make:
 
 
 def _mark_collate(iterator: Any, recorder: Recorder) -> None:
-    """In a DataLoader without workers, mark when the samples are there; the loader stays as it is."""
+    """In a DataLoader without workers, mark when the samples are ready. The loader itself is not changed."""
     fetcher = iterator._dataset_fetcher
     collate = fetcher.collate_fn
     append, clock = recorder.log.append, recorder.clock
@@ -157,10 +162,10 @@ _METHODS = ("iter_batches", "iter_torch_batches")
 
 def patch_ray_data(patcher: Patcher, recorder: Recorder) -> None:
     """
-    Patch Ray's iterable, whose module has been imported; raises what does not fit.
+    Patch Ray's iterable, whose module must be imported. Raises if this Ray does not fit.
 
-    What the methods return stays Ray's own object, which Ray and others ask for its type; on it is noted
-    which dataset it reads, and its class's `__iter__` times the iterators of those that are noted.
+    The methods still return Ray's own object, because Ray and others check its type. The dataset that it
+    reads is stored on the object. Its class's `__iter__` times the iterators of objects with that attribute.
     """
     from ray.data.iterator import DataIterator, _IterableFromIterator
 
@@ -190,7 +195,7 @@ def patch_ray_data(patcher: Patcher, recorder: Recorder) -> None:
 
 
 def is_timed(iterable: Any) -> bool:
-    """Return whether `iterable` is one of Ray's whose iterators are timed."""
+    """Return whether `iterable` is one of Ray's iterables whose iterators are timed."""
     return LOADER in getattr(iterable, "__dict__", ()) and type(iterable).__module__ == RAY_DATA_MODULE
 
 
@@ -198,8 +203,8 @@ def is_timed(iterable: Any) -> bool:
 def _timed(
     items: Generator[Any, Any, Any], loader: int, recorder: Recorder, failed: Failed
 ) -> Generator[Any, None, None]:
-    """Yield from `items`, which nothing else reads, with each wait counted as `data` of `loader`."""
-    iterator = SimpleNamespace(**{LOADER: loader})  # iterators come and go with the epochs
+    """Yield from `items`, which only this generator reads. Each wait counts as `data` of `loader`."""
+    iterator = SimpleNamespace(**{LOADER: loader})  # each epoch makes new iterators
     new_iterator(recorder, failed, "ray_data")
     try:
         while True:

@@ -1,16 +1,16 @@
 """
-FSDP: how long it waits for its peers on a device, what it gathers and reduces in a step, how many bytes of
-parameters are whole at a time, and what is allocated when the forward of its root is over.
+Measures FSDP: waits for peers on a device, bytes gathered and reduced per step, bytes of unsharded
+parameters, and memory allocated at the end of the root's forward.
 
-The waits are those of the compute stream, inside forward and backward, each between two marks. Where
-marking them costs too much of a step, only those of one step in 2, 4, 8, … are marked, by the number of the
-step: so the ranks mark the same.
+The waits are those of the compute stream inside forward and backward, each between two marks. If marking
+every wait costs too large a share of a step, only the waits of every 2nd, 4th, 8th, … step are marked. The
+choice depends on the step number, so all ranks mark the same steps.
 
-Traffic (FSDP2) is counted where `FSDPParamGroup` calls its collectives and changes its state: by the sizes
-of the buffers that these were given. Nothing is gathered, allocated or waited for, and no model is kept
-alive. Memory is read from what torch's allocator counts anyway, in the first steps and in one of many from
-there on. No statistic of the script's is reset, so that the peak is not always known: see
-`signals.memory.samplers`.
+Traffic (FSDP2) is counted where `FSDPParamGroup` calls its collectives and changes its state, from the sizes
+of their buffers. Counting gathers, allocates and waits for nothing, and keeps no model alive.
+
+Memory is read from the counters of torch's allocator, in the first steps and then in one of many steps. No
+statistic of the script is reset, so the peak is not always known: see `signals.memory.samplers`.
 """
 
 from __future__ import annotations
@@ -45,15 +45,18 @@ _WAITS = {
         (_RUNTIME, "", "_post_backward_final_callback"),
     ),
 }
-"""Functions in which the compute stream waits, by strategy. They are looked up where they are called."""
+"""Functions in which the compute stream waits, by strategy. They are patched where they are called."""
 _GATHERS = ("wait_for_unshard", "_pre_forward_unshard", "_pre_backward_hook")
-"""Those of them that wait for parameters; the others wait for reductions of gradients (FSDP1: mostly)."""
+"""
+The functions in `_WAITS` that wait for parameters. The others wait for reductions of gradients (in FSDP1,
+mostly).
+"""
 _WAITS_UNTIL = 64
-"""Number of first steps that are all marked."""
+"""Number of first steps in which every wait is marked."""
 _MAX_SHARE = 0.002
 """
-Largest cost of marking afterwards, as a share of the median step: as many steps are marked as
-that allows.
+Largest cost of marking after the first steps, as a share of the median step. It limits how many steps are
+marked.
 """
 _MAX_PERIOD = 64
 
@@ -62,22 +65,22 @@ class ShardedWaits:
     """
     Marks the waits of FSDP in this process.
 
-    Raises RuntimeError where this torch's FSDP has not all of the functions, and then patches nothing.
+    Raises RuntimeError if this torch's FSDP lacks one of the functions; then nothing is patched.
     """
 
     def __init__(self, strategy: str, recorder: Recorder, device: DeviceClock, patcher: Patcher) -> None:
         self.period = 1
-        """One step in so many is marked."""
+        """One step in `period` is marked."""
         self._recorder = recorder
         self._device = device
         self._failed = patcher.failed
         self._boundary = True
-        """An optimizer has taken a step since the last wait."""
+        """Whether an optimizer has taken a step since the last wait."""
         self._marking = False
         self._step = -1
-        """Steps since the first wait, as rows number them once the agent has compared."""
+        """Number of the step: counted from the first wait, later aligned with the numbers of rows."""
         self._marks = self._marked = 0
-        """How many waits were marked, and in how many steps."""
+        """Number of waits that were marked, and number of steps in which they were marked."""
         self._compared = 0
         """Rows whose events are all from here on show what `_step` was set to."""
         self._patch(strategy, patcher)
@@ -152,7 +155,10 @@ class ShardedWaits:
     # -- the agent's thread ------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Choose which steps are marked, by what it costs; compare with the numbers of rows."""
+        """
+        Choose which steps are marked, from the cost of marking. Compare the step number with
+        those of rows.
+        """
         device = self._device
         if self._marked < _WAITS_UNTIL or not device.median_ns:
             return
@@ -169,20 +175,23 @@ class ShardedWaits:
 
 
 _PLACES = ("torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp")
-"""Where torch has FSDP2, the newer place first."""
+"""Modules in which torch has FSDP2, the newer one first."""
 _TRAFFIC = "fsdp: bytes"
 _STATES = ("_to_unsharded", "_to_sharded", "_to_sharded_post_forward")
-"""What changes the state of a group; FSDP2 asks these for nothing else."""
+"""Methods that change the state of a group. FSDP2 changes it in no other way."""
 
 
 def part_of_fsdp2(name: str) -> ModuleType | None:
-    """Return a module of FSDP2's own, wherever this torch has it; None while it is not imported."""
+    """Return a module of FSDP2 from whichever place this torch has it. None if it is not imported."""
     modules = (sys.modules.get(f"{place}.{name}") for place in _PLACES)
     return next(filter(None, modules), None)
 
 
 def groups_of(modules: Iterable[Any]) -> Iterator[Any]:
-    """Yield the groups of parameters of modules that were given to `fully_shard`; several may share one."""
+    """
+    Yield the parameter groups of modules that were given to `fully_shard`. Several modules may
+    share a group.
+    """
     states = part_of_fsdp2("_fsdp_state")
     known = {id(state): state for module in modules if (state := states._get_module_fsdp_state(module))}  # type: ignore[union-attr]
     for state in known.values():
@@ -201,15 +210,16 @@ class Moved(NamedTuple):
     reduced: int = 0
     all_reduced: int = 0
     peak: int = 0
-    """The most that whole parameters took at once in any of the steps."""
+    """Largest size of unsharded parameters at one time in any of the steps, in bytes."""
     unsharded_ns: int = 0
     byte_ns: int = 0
-    """Bytes of whole parameters × ns."""
+    """Bytes of unsharded parameters × ns."""
 
 
 class ShardTraffic:
     """
-    Counts what FSDP2 moves in this process: the training thread's, and autograd's while that waits.
+    Counts what FSDP2 moves in this process. Used by the training thread, and by autograd's thread while the
+    training thread waits for it.
 
     Args:
         recorder: says when a backward is over.
@@ -218,18 +228,24 @@ class ShardTraffic:
 
     def __init__(self, recorder: Recorder, failed: Failed) -> None:
         self.closed = Moved()
-        """Replaced whole when a step is over, so that the agent's thread reads one state."""
+        """
+        Sums of the closed steps. The whole object is replaced when a step is over, so the agent's thread
+        reads a consistent state.
+        """
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Those that have taken a step."""
+        """The optimizers that have taken a step."""
         self._recorder = recorder
         self._failed = failed
         self._patched = self._counting_steps = False
         self._boundary = False
-        """An optimizer has taken a step since parameters were gathered last."""
+        """Whether an optimizer has taken a step since parameters were last gathered."""
         self._sizes: dict[int, int] = {}
-        """Bytes of the whole parameters of each group, as they are gathered, by id of the group."""
+        """
+        Size of the unsharded parameters of each group at their last gather, in bytes, by id of
+        the group.
+        """
         self._held: dict[int, int] = {}
-        """What each group that is not sharded holds beside its shards, by id of the group."""
+        """Bytes that each unsharded group holds in addition to its shards, by id of the group."""
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._now = 0
         """Sum of `_held`."""
@@ -243,7 +259,7 @@ class ShardTraffic:
         self._peak, self._unsharded_ns, self._byte_ns = self._now, 0, 0
 
     def patch(self, patcher: Patcher) -> None:
-        """Wrap functions of FSDP2, once it is imported. Raises RuntimeError where this torch lacks one."""
+        """Wrap functions of FSDP2, which must be imported. Raises RuntimeError if this torch lacks one."""
         groups = part_of_fsdp2("_fsdp_param_group")
         if groups is None or self._patched:
             return
@@ -263,14 +279,17 @@ class ShardTraffic:
         patcher.when_restored(functools.partial(remove_hook, hook, self._recorder))
 
     def finish(self) -> None:
-        """Close the last step, if its optimizer has taken it; nothing trains any more."""
+        """Close the last step if its optimizer has taken it. Call it when training is over."""
         if self._boundary:
             self._cut(perf_counter_ns())
 
     # -- the training thread, and autograd's -----------------------------------------------------------
 
     def _counting(self, count_of: Any) -> Make:
-        """Return what makes a wrapper that then calls `of(original)(args, keywords, result)`."""
+        """
+        Return the function that makes a wrapper, which then calls `count_of(original)(args, keywords,
+        result)`.
+        """
         from torch.compiler import is_dynamo_compiling
 
         def make(original: Any) -> Any:
@@ -290,7 +309,7 @@ class ShardTraffic:
         return make
 
     def _following(self, unsharded: bool) -> Make:
-        """Return what makes the wrapper of a change of a group's state."""
+        """Return the function that makes the wrapper of a change of a group's state."""
         from torch.compiler import is_dynamo_compiling
 
         def make(original: Any) -> Any:
@@ -323,7 +342,7 @@ class ShardTraffic:
             self._gathered += _size(result[0])
 
     def _reducer(self, original: Any) -> Any:
-        """Return what counts a reduction; FSDP2 passes its groups by place."""
+        """Return a function that counts a reduction. FSDP2 passes its groups as positional arguments."""
         names = list(inspect.signature(original).parameters)
         shards, replicas, wanted = map(
             names.index, ("reduce_scatter_group", "all_reduce_group", "all_reduce_grads")
@@ -334,7 +353,7 @@ class ShardTraffic:
                 args = inspect.signature(original).bind(*args, **keywords).args
             among = 1 if args[shards] is None else args[shards].size()
             size = _reduced(result[0], args[0], among)
-            if among > 1:  # else it is only copied
+            if among > 1:  # in a group of one rank the data is only copied
                 self._reductions += 1
                 self._reduced += size
             if args[replicas] is not None and args[wanted] and args[replicas].size() > 1:
@@ -343,7 +362,7 @@ class ShardTraffic:
         return count
 
     def _hold(self, group: Any, unsharded: bool) -> None:
-        """Note what a group holds beside its shards from here on."""
+        """Record what a group holds in addition to its shards from now on."""
         key = id(group)
         if unsharded:
             if self._boundary:
@@ -366,7 +385,10 @@ class ShardTraffic:
             self._peak = self._now
 
     def _know(self, key: int, group: Any) -> int:
-        """Return the bytes of a group's whole parameters; what is kept of it goes when it does."""
+        """
+        Return the size of a group's unsharded parameters in bytes. What is stored of a group is removed with
+        the group.
+        """
         self._begin()
 
         def gone(_: object) -> None:
@@ -383,7 +405,7 @@ class ShardTraffic:
         self._since = now
 
     def _begin(self) -> None:
-        """Parameters are needed again: with the first time after an optimizer's step another step begins."""
+        """Parameters are needed again. The first such call after an optimizer's step begins another step."""
         if self._boundary or not self._began:
             now = perf_counter_ns()
             if self._began:
@@ -391,7 +413,7 @@ class ShardTraffic:
             self._since = self._began = now
 
     def _cut(self, now: int) -> None:
-        """Close the step; the first one is not counted, in which ranks still connect to each other."""
+        """Close the step. The first step is not counted, because ranks still connect to each other in it."""
         self._spend(now)
         if self._counting_steps:
             self._add()
@@ -419,7 +441,10 @@ def _size(tensor: Any) -> int:
 
 
 def _reduced(returned: Any, parameters: Any, among: int) -> int:
-    """Return the bytes of what gradients were reduced from; before torch 2.6 that is not returned."""
+    """
+    Return the size of the input of a gradient reduction in bytes. Before torch 2.6 it is not returned but
+    computed.
+    """
     if hasattr(returned, "element_size"):
         return _size(returned)
     return sum(
@@ -431,12 +456,15 @@ def _reduced(returned: Any, parameters: Any, among: int) -> int:
 
 
 def _whole(group: Any) -> int:
-    """Return the bytes of a group's parameters as they were gathered last; their storage may be freed."""
+    """Return the size of a group's parameters in bytes as last gathered. Their storage may be freed."""
     return sum(_size(tensor) for parameter in group.fsdp_params for tensor in parameter.all_gather_outputs)
 
 
 def _after_forward(group: Any, whole: int) -> int:
-    """Return what a group keeps that is not whole: a part of it, where it is resharded to fewer ranks."""
+    """
+    Return the bytes that a group keeps after forward. If it reshards to fewer ranks, that is part of the
+    parameters.
+    """
     if not getattr(group, "is_sharded_post_forward", False):
         return 0
     return whole // int(group.post_forward_mesh_info.shard_mesh_size)
@@ -445,19 +473,22 @@ def _after_forward(group: Any, whole: int) -> int:
 _MEMORY = "fsdp: memory"
 _END = "_register_pre_backward_hook"
 """
-What the hook after a forward calls last. Not that hook itself: Dynamo, which passes over it, would trace a
-wrapper, and break the graph there.
+The last function that the hook after a forward calls. The hook itself is not wrapped: Dynamo skips it, but
+would trace a wrapper of it and break the graph there.
 """
 _ALL_UNTIL = 8
-"""Number of first forwards that are all read."""
+"""Number of first forwards in which memory is always read."""
 _PERIOD = 64
-"""Stride of the forwards that are read afterwards. Reading takes about 30 µs."""
+"""Afterwards memory is read in one of this many forwards. Reading takes about 30 µs."""
 Stat = dict[str, int]
 """torch's `allocated_bytes.all`: `current`, `peak`, `allocated`."""
 
 
 def stat_of(device: Any) -> Stat | None:
-    """Return what torch's allocator says of a device; None where it is none of CUDA's, or has another one."""
+    """
+    Return the statistics of torch's allocator for a device. None if it is no CUDA device or uses another
+    allocator.
+    """
     import torch
 
     if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
@@ -468,7 +499,8 @@ def stat_of(device: Any) -> Stat | None:
 
 class ForwardMemory:
     """
-    Reads the memory at both ends of the root's forward; the training thread's.
+    Reads the allocated memory at the begin and the end of the root's forward. Only the training thread uses
+    it.
 
     Args:
         failed: counts an exception that is kept away from the training script.
@@ -479,14 +511,17 @@ class ForwardMemory:
         self.after: int | None = None
         """Memory allocated at the end of the newest forward that was read, in bytes."""
         self.peak: int | None = None
-        """Largest memory that was allocated in any forward that was read, in bytes."""
+        """Largest memory allocated during any forward that was read, in bytes."""
         self._failed = failed
         self._stat = stat
         self._forwards = 0
         self._began: Peak | None = None
 
     def patch(self, patcher: Patcher) -> None:
-        """Wrap both ends, once FSDP2 is imported. Raises RuntimeError where this torch lacks one."""
+        """
+        Wrap the begin and the end of the forward. FSDP2 must be imported. Raises RuntimeError if this torch
+        lacks one of the functions.
+        """
         import torch
 
         states = part_of_fsdp2("_fsdp_state")
@@ -520,7 +555,7 @@ class ForwardMemory:
         patcher.replace(state, _END, make_end)
 
     def begin(self, device: Any) -> None:
-        """Note what is allocated before the forward, where this one is read."""
+        """Record the allocated memory before the forward, if this forward is to be read."""
         try:
             self._forwards += 1
             due = self._forwards <= _ALL_UNTIL or self._forwards % _PERIOD == 0
@@ -531,7 +566,7 @@ class ForwardMemory:
             self._failed(_MEMORY, error)
 
     def end(self, device: Any) -> None:
-        """Note what is allocated after the forward that `begin` was called for."""
+        """Record the allocated memory after the forward for which `begin` was called."""
         try:
             began, self._began = self._began, None
             if began is None or (stat := self._stat(device)) is None:
@@ -544,6 +579,6 @@ class ForwardMemory:
 
 
 def _is_root(state: Any) -> bool | None:
-    """Return whether the forward under way is this state's; None: none is."""
+    """Return whether the running forward is of this state's root. None if no forward is running."""
     root = getattr(getattr(state, "_state_ctx", None), "iter_forward_root", None)
     return None if root is None else root is state

@@ -1,11 +1,12 @@
 """
-Where the time of a step goes, layer by layer, in the steps that are measured.
+Measures the time of each layer in the steps selected for measurement.
 
-Each moment belongs to one layer, or to none: a call of a module, its return and, in a backward, the gradient
-of what it returned are where one ends and the next one begins. So times are without those of the layers
-inside, and add up. A call is seen by a wrapper of `Module.__call__`: nothing is put on a module, and an
-exception passes through. A backward is seen by hooks on the nodes of the graph, which leave graph, outputs
-and gradients as they are.
+Each moment belongs to one layer or to none. Time switches from one layer to the next at the call of a module,
+at its return and, in a backward, at the gradient of its output. So the time of a layer excludes the layers
+inside it, and the times add up.
+
+Calls are seen by a wrapper of `Module.__call__`: no module is changed, and exceptions pass through. A
+backward is seen by hooks on the nodes of the graph, which do not change the graph, outputs or gradients.
 """
 
 from __future__ import annotations
@@ -22,52 +23,55 @@ from traceml_ray.agent.patch.patcher import Failed, Patcher
 from traceml_ray.signals.layers.table import LayerTable
 
 MEASURED_BY = "_traceml_layers"
-"""Attribute of a `Module.__call__` that stands in for torch's own: the LayerCalls that it asks."""
+"""Attribute of a `Module.__call__` that replaces torch's own: the LayerCalls that it uses."""
 _FEW = 4
-"""Values of an output that are looked at for a tensor."""
+"""Number of values of an output that are searched for a tensor."""
 
 
 class MeasuredCalls(NamedTuple):
-    """What was measured in one step. Of n layers; `times` has n in forward, n in backward, and the rest."""
+    """
+    The measurements of one step with n layers. `times` holds n values of forward, n of backward, and the
+    rest.
+    """
 
     table: LayerTable
     times: list[int]
     calls: list[int]
-    """n in forward, n in backward."""
+    """Calls of each layer: n values of forward, n of backward."""
     outputs: list[int]
-    """n, bytes."""
+    """Output size of each layer in bytes: n values."""
     cost_ns: int
-    """Time in our own code, which is in none of `times`."""
+    """Time spent in our own code, which is not included in `times`."""
     marks: int
     owners: list[int]
-    """On a device's clock: the layer that the time from each event to the next belongs to."""
+    """On a device's clock: the layer to which the time from each event to the next belongs."""
     first_event: int
-    """Number of the first of these events. `times` is empty if there are any."""
+    """Number of the first of these events. If there are events, `times` is empty."""
 
 
 class LayerCalls:
     """
-    The wrapper and hooks of one process; `begin` and `end` are called by the thread that trains.
+    The wrapper and hooks of one process. The training thread calls `begin` and `end`.
 
     Args:
-        failed: counts what goes wrong; the step is then not measured.
-        clock: the CPU's, in ns.
+        failed: counts errors. After an error the step counts as not measured.
+        clock: the CPU's clock, in ns.
     """
 
     def __init__(self, failed: Failed, clock: Callable[[], int]) -> None:
         self.on = False
-        """This step is measured."""
+        """Whether this step is measured."""
         self.api: DeviceApi | None = None
-        """The device whose clock is read; None: the CPU's."""
+        """The device whose clock is read. None: the CPU's clock is read."""
         self.next_event = self.free_event = self.first_event = 0
         """
-        The number of the next event, of the first one that may not be recorded yet, and of the first of the
-        step that is measured, or was last.
+        Number of the next event, of the first event that must not be recorded yet, and of the first event of
+        the current or last measured step.
         """
         self.full = self.captured = self.broken = False
         """
-        Why a step was not measured: it had more marks than there are events, it was captured into a graph;
-        the device cannot be asked any more.
+        Why a step was not measured: it had more marks than there are events (`full`), it was captured into a
+        graph (`captured`), or the device cannot be called any more (`broken`).
         """
         self._failed, self._clock = failed, clock
         self._table: LayerTable | None = None
@@ -75,10 +79,10 @@ class LayerCalls:
         self._n = 0
         self._thread = 0
         self._muted = False
-        """Inside a layer of which nothing more is measured."""
+        """Whether the current layer is measured as one: nothing inside it is measured separately."""
 
     def install(self, patcher: Patcher) -> None:
-        """Wrap the calls of all modules; while no step is measured that costs a call some 0.2 µs."""
+        """Wrap the calls of all modules. While no step is measured, this costs about 0.2 µs per call."""
         import torch
 
         self._tensor = torch.Tensor
@@ -93,12 +97,12 @@ class LayerCalls:
         _leave_alone(*(method for method in vars(LayerCalls).values() if inspect.isfunction(method)))
 
     def use(self, table: LayerTable) -> None:
-        """Measure these layers from the next step on; called while none is measured."""
+        """Measure these layers from the next step on. Call it only while no step is measured."""
         import torch
 
         carriers = []
         for to in (*range(len(table.layers)), -1):
-            # A node takes over the hooks of the tensor that it is shown, see `backward`.
+            # A node takes over the hooks of the tensor that it is given, see `backward`.
             carrier = torch.zeros((), device="cpu")
             carrier._backward_hooks = OrderedDict({0: self._hook(table, to)})
             carriers.append(carrier)
@@ -107,7 +111,7 @@ class LayerCalls:
     # -- the training thread ---------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Measure from here on."""
+        """Start measuring."""
         n = self._n
         self._times, self._calls, self._outputs = [0] * (2 * n + 1), [0] * (2 * n), [0] * n
         self._owners: list[int] = []
@@ -115,7 +119,10 @@ class LayerCalls:
         self._seen: set[int] = set()
         """Sequence numbers of the nodes that have a hook."""
         self._tasks: list[tuple[int, int]] = []
-        """Of the backwards that are under way, those around and who was measured when they began."""
+        """
+        Of each backward in progress: the backwards around it, and the layer that was measured
+        when it began.
+        """
         self._task = -1
         self._owner = 2 * n
         self._cost = self._marks = 0
@@ -131,7 +138,7 @@ class LayerCalls:
         self.on = self._table is not None and not (self.full or self.captured or failed)
 
     def end(self) -> MeasuredCalls | None:
-        """Stop measuring; return what was found, None where something went wrong."""
+        """Stop measuring and return the measurements. None if something went wrong."""
         if self.on:
             self._to(2 * self._n, self._clock())
         if not self.on or self._table is None:
@@ -157,7 +164,8 @@ class LayerCalls:
         def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it is that method
             if is_compiling():
                 return original(self, *args, **kwargs)
-            # What torch's own does, so that a model that is as deep as Python's stack allows still runs.
+            # Does what torch's own `__call__` does, so that a model as deep as Python's stack allows still
+            # runs.
             inside = (self._compiled_call_impl or self._call_impl) if torchs_own else partial(original, self)
             before = calls.enter(self, args, kwargs) if calls.on else None
             if before is None:
@@ -176,10 +184,11 @@ class LayerCalls:
 
     def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
         """
-        Note that a module is called; return its number and who was measured until now, None for a call that
-        does not count: of another thread, of an evaluation, inside of what is measured as one; or one
-        that is written down, as `torch.jit.trace` and `torch.export` do: what we ask of its tensors would
-        be, too.
+        Record that a module is called. Returns (its number, the layer that was measured until now).
+
+        Returns None for a call that does not count: a call of another thread, of an evaluation, or inside a
+        layer that is measured as one. A call during `torch.jit.trace` or `torch.export` does not count
+        either, because what we do with its tensors would be recorded in the graph.
         """
         try:
             table = self._table
@@ -187,7 +196,7 @@ class LayerCalls:
                 return None
             index = table.by_id.get(id(module))
             if index is None:
-                parts = module._modules  # without `get` where they are scripted
+                parts = module._modules  # scripted modules have no `get` here
                 # the root is known without torch.compile's wrapper
                 index = table.by_id.get(id(parts["_orig_mod"])) if "_orig_mod" in parts else None
                 if index is None:
@@ -217,7 +226,7 @@ class LayerCalls:
             return None
 
     def leave(self, entered: tuple[int, int], output: Any) -> None:
-        """Note that the call has returned `output`, or (None) raised."""
+        """Record that the call has returned `output`, or None if it raised."""
         try:
             self._muted = False
             if not self.on:
@@ -236,7 +245,10 @@ class LayerCalls:
             self.fail(error)
 
     def _hook_input(self, before: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Have what was measured until this call be measured in the backward, too, once that comes to it."""
+        """
+        Make the layer that was measured until this call also be measured in the backward when that reaches
+        it.
+        """
         tensor = self._first_tensor(args)
         if tensor is None and kwargs:
             tensor = self._first_tensor(kwargs)
@@ -245,7 +257,7 @@ class LayerCalls:
             self._attach(node, n if before == 2 * n else before % n)
 
     def _attach(self, node: Any, carrier: int) -> bool:
-        """Hook a node, unless it is already; return whether it was not."""
+        """Hook a node unless it has a hook already. Returns whether a hook was added."""
         number = node._sequence_nr()
         if number in self._seen:
             return False
@@ -265,10 +277,13 @@ class LayerCalls:
                     return item
         return None
 
-    # -- backward: the training thread, or autograd's, for which it waits -----------------------------
+    # -- backward: the training thread, or autograd's thread while the training thread waits for it --------
 
     def _hook(self, table: LayerTable, layer: int) -> Callable[[Any], None]:
-        """Return the hook of nodes at which the backward of a layer begins; -1: of what is in none."""
+        """
+        Return the hook for nodes at which the backward of a layer begins. -1: nodes outside of
+        all layers.
+        """
 
         def reached(_: Any) -> None:
             if self.on and self._table is table and not self._is_compiling():
@@ -291,7 +306,7 @@ class LayerCalls:
             self.fail(error)
 
     def _over(self) -> None:
-        """A backward is over: gradients are there, what follows inside it is waiting for peers."""
+        """The backward is over: gradients are done, and what follows inside it is waiting for peers."""
         try:
             if self.on and self._tasks:
                 now = self._clock()
@@ -301,7 +316,7 @@ class LayerCalls:
         except Exception as error:
             self.fail(error)
 
-    # -- where one ends and the next one begins --------------------------------------------------------
+    # -- where time switches from one layer to the next ----------------------------------------------------
 
     def _to(self, owner: int, now: int) -> None:
         self._marks += 1
@@ -313,7 +328,7 @@ class LayerCalls:
         self._owner = owner
 
     def _resume(self, since: int) -> None:
-        """Go on after our own code, which began at `since`."""
+        """Continue after our own code, which began at `since`."""
         self._last = self._clock()
         self._cost += self._last - since
 
@@ -329,7 +344,7 @@ class LayerCalls:
             self._owners.append(owner)
 
     def fail(self, error: BaseException) -> None:
-        """Count an error; the step is not measured, and no device is asked any more."""
+        """Count an error. The step counts as not measured, and the device is not called any more."""
         self.on = False
         if self.api is not None:
             self.api, self.broken = None, True
@@ -337,7 +352,7 @@ class LayerCalls:
 
 
 def _leave_alone(*functions: Any) -> None:
-    """Have torch.compile compile nothing of ours where it looks at each function that is called."""
+    """Make torch.compile skip our functions where it inspects each function that is called."""
     import torch
 
     frames: Any = torch._C._dynamo.eval_frame
@@ -345,7 +360,7 @@ def _leave_alone(*functions: Any) -> None:
         skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
         for function in functions:
             frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, default))
-    elif hasattr(frames, "skip_code"):  # older ones
+    elif hasattr(frames, "skip_code"):  # older versions
         for function in functions:
             frames.skip_code(function.__code__)
 
@@ -355,4 +370,4 @@ def _bytes_of(tensor: Any) -> int:
     elements = local.numel()
     return (
         elements * int(local.element_size()) if type(elements) is int else 0
-    )  # else symbolic: not to be asked
+    )  # otherwise it is symbolic and has no value

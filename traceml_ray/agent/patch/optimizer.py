@@ -1,4 +1,4 @@
-"""Optimizer steps, by the hooks that torch has for all optimizers, and those of `GradScaler`."""
+"""Marks optimizer steps with torch's hooks for all optimizers, and the steps of `GradScaler`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Hook = Callable[[Any, Any, Any], None]
 def patch(
     patcher: Patcher, recorder: Recorder, roots: RootModules, first_step: Callable[[Any], None]
 ) -> None:
-    """Hook all optimizers; `first_step(optimizer)` is called while `roots` is learning."""
+    """Hook all optimizers. `first_step(optimizer)` is called while `roots` is learning."""
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     before, after = _hooks(recorder, roots, first_step, patcher.failed)
@@ -40,8 +40,8 @@ def remove_hook(hook: Any, recorder: Recorder, instead: Hook = lambda *_: None) 
     """
     Remove a hook of all optimizers, given the handle that torch returned.
 
-    A step goes through torch's dict of hooks, and raises into the script when an entry is removed meanwhile,
-    but not when an entry is replaced. So while another thread trains, `instead` takes the place of the hook.
+    A step iterates over torch's dict of hooks. If an entry is removed meanwhile, the step raises into the
+    script; if an entry is replaced, it does not. So while another thread trains, `instead` replaces the hook.
     """
     trains = recorder.owner
     elsewhere = trains != get_ident() and any(thread.ident == trains for thread in threading.enumerate())
@@ -53,7 +53,7 @@ def remove_hook(hook: Any, recorder: Recorder, instead: Hook = lambda *_: None) 
 
 
 def _at_step(recorder: Recorder, failed: Failed, *_: object) -> None:
-    """Have the training thread end what only it can end, although this process is no longer watched."""
+    """Let the training thread end what only it can end, although this process is no longer watched."""
     try:
         if recorder.step_hook is not None:
             recorder.step_hook()
@@ -69,7 +69,7 @@ def _hooks(
     append, clock = recorder.log.append, recorder.clock
     is_compiling = torch.compiler.is_dynamo_compiling
     began = False
-    newest = 0  # the id of the optimizer that has stepped last
+    newest = 0  # id of the optimizer that stepped last
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         nonlocal began, newest
@@ -114,7 +114,10 @@ def _hooks(
 
 
 def patch_grad_scaler(patcher: Patcher, recorder: Recorder) -> None:
-    """Mark the steps of `GradScaler`: an overflow skips the optimizer, and the step has been one."""
+    """
+    Mark the steps of `GradScaler`. After an overflow it skips the optimizer, but the step still counts as
+    one.
+    """
     from torch.amp.grad_scaler import GradScaler
 
     def make(original: Any) -> Any:

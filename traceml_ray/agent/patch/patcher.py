@@ -1,9 +1,9 @@
 """
-How something is patched, and put back.
+Applies and reverts patches.
 
-A patch is one attribute replaced by a thin wrapper. Each wrapper asks first whether torch is compiling
-(then it is transparent, so `fullgraph=True` keeps its one graph), makes its mark inside a `try` of its
-own, and calls the original exactly once with the caller's own arguments.
+A patch replaces one attribute by a thin wrapper. Each wrapper first checks whether torch is compiling; then
+it is transparent, so `fullgraph=True` keeps its one graph. Otherwise the wrapper makes its mark inside its
+own `try`, and calls the original exactly once with the caller's arguments.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from traceml_ray.errors import Errors
 Make = Callable[[Any], Any]
 """Takes the original and returns what replaces it."""
 Failed = Callable[[str, BaseException], None]
-"""Takes the place where an exception was swallowed, and the exception."""
+"""Called with the place where an exception was suppressed, and the exception."""
 
 
 class Patcher:
     """
-    Applies patches, lists those that cannot be applied, and undoes all of them.
+    Applies patches, lists those that cannot be applied, and reverts all of them.
 
-    A wrapper has the original's name, docstring, signature and attributes, and is pickled as the original is:
-    where it is loaded without us, the original is found.
+    A wrapper has the original's name, docstring, signature and attributes. It is pickled as the original is:
+    where it is loaded without traceml_ray, the original is used.
 
     Args:
-        debug: raise what would be counted.
+        debug: raise exceptions that would otherwise be counted.
     """
 
     def __init__(self, *, debug: bool = False) -> None:
@@ -45,11 +45,11 @@ class Patcher:
         self._awaited: list[str] = []
 
     def failed(self, place: str, error: BaseException) -> None:
-        """Count an exception that is kept away from the training script (or raise it: debug)."""
+        """Count an exception that is kept away from the training script. In debug mode, raise it."""
         self.errors.swallow(place, error)
 
     def apply(self, name: str, patch: Callable[[], object]) -> None:
-        """Call `patch`; what it raises is noted in `missing` under `name`."""
+        """Call `patch`. If it raises, record the reason in `missing` under `name`."""
         try:
             patch()
         except Exception as error:
@@ -58,7 +58,7 @@ class Patcher:
                 raise
 
     def when_imported(self, module: str, name: str, patch: Callable[[], object]) -> None:
-        """Apply `patch` once the script has imported `module`; there is one patch a module."""
+        """Apply `patch` once the script has imported `module`. A module can have only one patch."""
         self._awaited.append(module)
         when_imported(module, functools.partial(self.apply, name, patch))
 
@@ -66,32 +66,39 @@ class Patcher:
         """
         Replace attribute `name` of `owner` (a class or a module) by `make(original)` until `restore`.
 
-        `stacklevel` of warnings skips the frame of the wrapper. One that takes the place of a frame of the
-        original is `counted`.
+        `stacklevel` of warnings skips the frame of the wrapper, unless it replaces a frame of the original:
+        then pass `counted`.
         """
         original = getattr(owner, name)
-        stored = owner.__dict__.get(name, original)  # how it is bound: not all that is callable is a function
+        # the stored object shows how it is bound: not every callable is a function
+        stored = owner.__dict__.get(name, original)
         made = make(original)
         wrapper: Any = functools.wraps(original)(made if counted else uncounted(made))
-        with contextlib.suppress(TypeError, ValueError):  # not all look through wrappers: `getfullargspec`
+        # some callers do not look through wrappers: `getfullargspec`
+        with contextlib.suppress(TypeError, ValueError):
             wrapper.__signature__ = inspect.signature(original)
-        if isinstance(owner, types.ModuleType):  # where pickle finds the wrapper, and without us the original
+        # where pickle looks the wrapper up, and finds the original without us
+        if isinstance(owner, types.ModuleType):
             wrapper.__module__, wrapper.__qualname__ = owner.__name__, name
         setattr(owner, name, wrapper)
 
         def put_back() -> None:
-            # Another library may have wrapped our wrapper since: then theirs stays, and ours in it is inert.
+            # Another library may have wrapped our wrapper since. Then its wrapper stays, and ours inside it
+            # does nothing.
             if owner.__dict__.get(name) is wrapper:
                 setattr(owner, name, stored)
 
         self._undo.append(put_back)
 
     def when_restored(self, undo: Callable[[], object]) -> None:
-        """Have `undo` called by `restore`."""
+        """Register `undo`, which `restore` calls."""
         self._undo.append(undo)
 
     def after(self, place: str, action: Callable[[Any, dict[str, Any]], None]) -> Make:
-        """Return what makes a wrapper that calls the original, then `action(self or module, keywords)`."""
+        """
+        Return the function that makes a wrapper, which calls the original, then `action(self or module,
+        keywords)`.
+        """
 
         def make(original: Any) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +114,7 @@ class Patcher:
         return make
 
     def restore(self) -> None:
-        """Put everything back as it was, the last patch first; raises nothing, safe to call twice."""
+        """Restore everything, the last patch first. Raises nothing; may be called twice."""
         for module in self._awaited:
             forget(module)
         undo, self._undo, self._awaited = self._undo, [], []
@@ -116,7 +123,10 @@ class Patcher:
 
 
 def expect(function: Any, arguments: tuple[str, ...]) -> None:
-    """Raise TypeError if `function` does not take `arguments` (spelled out: `*args` costs a µs a call)."""
+    """
+    Raise TypeError if `function` does not accept `arguments`. Wrappers name arguments, because `*args` costs
+    1 µs a call.
+    """
     signature = inspect.signature(function)
     try:
         signature.bind(*arguments)

@@ -1,10 +1,10 @@
 """
-Which module is the one whose call starts a step's forward.
+Finds the root module: the module whose call starts a step's forward.
 
-A module given to DDP or FSDP is one; without them it is the module that owns the optimizer's
-parameters. The mark sits on the *class* of that module and looks for the instance: nothing is
-put on the instance, so a pickled, deep-copied or scripted model holds nothing of ours. Submodules
-of other classes pay nothing.
+A module given to DDP or FSDP is a root. Without them the root is the module that owns the optimizer's
+parameters. The mark is on the *class* of that module and checks for the instance. The instance is not
+changed, so a pickled, deep-copied or scripted model contains nothing of ours. Submodules of other classes
+cost nothing.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from traceml_ray.agent.recorder import Recorder
 COMPILE_MODULE = "torch._dynamo.eval_frame"
 
 _WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module")
-"""What DDP and others, `torch.compile` and FSDP call the module that they wrap."""
+"""Attributes that hold the wrapped module: of DDP and others, of `torch.compile`, and of FSDP."""
 
 
 class _Ids(dict[int, weakref.ref[Any]]):
     """
-    The roots by id, and all else of ours that a mark needs.
+    The roots by id, and everything else that a mark needs.
 
-    It is all that a marked class holds of us: where that is pickled by value, as one of `__main__` is, an
-    empty dict goes with it, and calls go straight through.
+    This is all that a marked class references of ours. If the class is pickled by value, as a class of
+    `__main__` is, an empty dict is pickled with it, and calls go straight to the original.
     """
 
     __slots__ = ("ours",)
@@ -49,7 +49,10 @@ class RootModules:
 
     def __init__(self, recorder: Recorder, failed: Failed) -> None:
         self.learning = True
-        """No root is known, or none any longer, and no optimizer has taken a step since."""
+        """
+        Whether a root is still searched for: no root is known (any more), and no optimizer has taken a step
+        since.
+        """
         self._failed = failed
         self._ids = _Ids()
         self._recorder = recorder
@@ -66,8 +69,8 @@ class RootModules:
         return [module for ref in self._ids.values() if (module := ref()) is not None]
 
     def add(self, module: Any) -> None:
-        """Make `module` a root; roots that are inside it are none any longer."""
-        module = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+        """Make `module` a root. Roots inside it are no longer roots."""
+        module = getattr(module, "_orig_mod", module)  # the module that torch.compile wraps
         inside = {id(child) for child in module.modules()} - {id(module)}
         for key in inside & set(self._ids):
             del self._ids[key]
@@ -78,12 +81,18 @@ class RootModules:
         self._mark_class(type(module))
 
     def _gone(self, key: int) -> None:
-        """A root is gone; after the last one another model may follow, as in a search for parameters."""
+        """
+        Remove a root that was deleted. After the last one another model may follow, as in a hyperparameter
+        search.
+        """
         self._ids.pop(key, None)
         self.learning = self.learning or not self._ids
 
     def patch(self, patcher: Patcher) -> None:
-        """Note which modules are asked for their parameters: one of them is what an optimizer is given."""
+        """
+        Record which modules are asked for their parameters: one of them owns the parameters given to an
+        optimizer.
+        """
         import torch
 
         is_compiling = torch.compiler.is_dynamo_compiling
@@ -108,13 +117,13 @@ class RootModules:
         self._mark_class(OptimizedModule, lambda module: id(module._orig_mod))
 
     def choose(self, optimizer: Any) -> None:
-        """Unless a root is known, make one of the smallest module that owns most of its parameters."""
+        """If no root is known, choose the smallest module that owns most of the optimizer's parameters."""
         self.learning = False
         if self._ids:
             return
         wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
         best, best_score = None, (0, 0)
-        for ref in [*self._seen]:  # each is noted again when it is asked here
+        for ref in [*self._seen]:  # each module is recorded again when its parameters are requested here
             module = ref()
             if module is None:
                 continue
@@ -126,10 +135,10 @@ class RootModules:
             self.add(best)
 
     def restore(self) -> None:
-        """Take the mark off every class."""
+        """Remove the mark from every class."""
         for cls, (original, marked) in self._classes.items():
             if cls.__dict__.get("__call__") is not marked:
-                continue  # replaced by another library since: theirs stays
+                continue  # another library has replaced it since; its function stays
             if original is None:
                 del cls.__call__
             else:
@@ -147,9 +156,10 @@ class RootModules:
 
 def _inner_trains(module: Any) -> bool:
     """
-    Return whether a module that `module` wraps is in training mode, though it is not.
+    Return whether `module` is in eval mode while a module that it wraps is in training mode.
 
-    Lightning puts the wrapper (DDP) into eval mode for a validation, and only what is inside back.
+    Lightning puts the wrapper (DDP) into eval mode for a validation. Afterwards it sets only the inner module
+    back to training mode.
     """
     while module is not None and not module.training:
         inside = module._modules
@@ -158,7 +168,10 @@ def _inner_trains(module: Any) -> bool:
 
 
 def _marked(cls: Any, original: Any, root_id: Callable[[Any], int], roots: _Ids) -> Any:
-    """Return the `__call__` that marks calls of `roots`; no method, whose `super` holds its class."""
+    """
+    Return the `__call__` that marks calls of `roots`. It is not a method, whose `super` would
+    hold its class.
+    """
     import torch
 
     is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
@@ -191,8 +204,8 @@ def _marked(cls: Any, original: Any, root_id: Callable[[Any], int], roots: _Ids)
             return original(self, *args, **kwargs)
         call = super(cls, self).__call__
         function = getattr(call, "__func__", call)
-        # Our frame takes the place of torch's, or of the one that measures layers: a model that is as deep as
-        # Python's stack allows still runs.
+        # Our frame replaces torch's frame, or that of the wrapper that measures layers, so that a model as
+        # deep as Python's stack allows still runs.
         if function is torchs_own:
             return (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
         layers = getattr(function, MEASURED_BY, None)

@@ -1,7 +1,9 @@
 """
-Jobs on torch.distributed.rpc. Their calls are named, on both workers, while they are recorded; else left
-alone. A step of theirs is a backward over several workers, and the optimizer that has each of them update its
-own parameters. The worker that calls them is the one that trains.
+Supports jobs on torch.distributed.rpc.
+
+Calls are named on both workers while they are recorded, and are not changed otherwise. A step of such a job
+is a backward over several workers, followed by the optimizer, which makes each worker update its own
+parameters. The worker that calls them is the one that trains.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ def is_on() -> bool:
 
 class RpcCalls:
     """
-    Gives a call the name that torch's own RPC profiling had, `rpc_async#run(worker1 -> worker2)`, and what it
-    runs on the other worker the name of the function.
+    Names RPC calls in a profile. A call gets the name of torch's own RPC profiling, `rpc_async#run(worker1 ->
+    worker2)`. The function that it runs on the other worker gets the function's name.
     """
 
     def __init__(self, failed: Failed) -> None:
@@ -38,7 +40,7 @@ class RpcCalls:
 
     @property
     def worker(self) -> str:
-        """The name of this process as a worker, also when it is one no longer; "" where it was none."""
+        """Name of this process as a worker, also after it has left the job. "" if it never was a worker."""
         if not self._worker and is_on():
             from torch.distributed.rpc import api
 
@@ -47,11 +49,11 @@ class RpcCalls:
 
     @property
     def recorded_run(self) -> bool:
-        """Whether functions run that have a range in what was recorded."""
+        """Whether functions with a range in the recording are still running."""
         return bool(self._running)
 
     def patch(self, patcher: Patcher) -> None:
-        """Patch torch.distributed.rpc, whose module has been imported."""
+        """Patch torch.distributed.rpc, whose module must be imported."""
         from torch.distributed.rpc import api, internal
 
         expect(api._enable_rpc_profiler, _ARGUMENTS)
@@ -115,7 +117,7 @@ def _call_range(name: str, rpc_type: Any, callee: Any) -> Any:
 
 
 def _name_of(function: Any) -> str:
-    """Return what a function is called, one of Python or of TorchScript."""
+    """Return the name of a function of Python or TorchScript."""
     script = getattr(function, "qualified_name", None)
     if isinstance(script, str):
         return script.removeprefix("__torch__.")
@@ -127,7 +129,7 @@ OPTIMIZER_MODULE = "torch.distributed.optim.optimizer"
 
 
 def patch_autograd(patcher: Patcher, recorder: Recorder) -> None:
-    """Mark the contexts, which begin with a forward, and the backwards of torch.distributed.autograd."""
+    """Mark the contexts of torch.distributed.autograd, which begin with a forward, and its backwards."""
     import torch.distributed.autograd as autograd
 
     if not autograd.is_available():
@@ -140,7 +142,7 @@ def patch_autograd(patcher: Patcher, recorder: Recorder) -> None:
 
 
 def patch_optimizer(patcher: Patcher, recorder: Recorder) -> None:
-    """Mark the steps of `DistributedOptimizer`, whose module has been imported."""
+    """Mark the steps of `DistributedOptimizer`, whose module must be imported."""
     from torch.distributed.optim.optimizer import DistributedOptimizer
 
     def end(_: bool) -> None:
@@ -163,7 +165,10 @@ def _forward(recorder: Recorder) -> None:
 def _between(
     original: Any, failed: Failed, place: str, begin: Callable[[], bool], end: Callable[[bool], None]
 ) -> Any:
-    """Return what calls `begin`, the original, and then `end` with whether that has returned."""
+    """
+    Return a function that calls `begin`, the original, and then `end` with whether the
+    original returned.
+    """
 
     def marked(*args: Any, **kwargs: Any) -> Any:
         began = ok = False
