@@ -1,13 +1,13 @@
 """
-The thread that carries a rank's rows to the relay of its node.
+The agent's thread: sends a rank's rows to the relay of its node.
 
-Once an interval it drains the ring, samples the process, and offers one `RankBatch` to its
-channel. What is not known to be stored is kept, within a bound, and offered again to a relay that
-comes anew; beyond it the oldest batch is dropped, and counted where no relay has taken it. Nothing here
-runs on the training thread but `close`.
+Once per interval it drains the ring, samples the process, and offers one `RankBatch` to its channel. Batches
+that are not confirmed as stored are kept up to a limit, and offered again to a new relay. Beyond the limit
+the oldest batch is dropped, and counted if no relay has received it. Only `close` runs on the training
+thread.
 
-`ProcessSampler` takes a cheap look at the process. What it runs with is sent once, as its reader wants to
-know after it has died.
+`ProcessSampler` samples the process cheaply. Versions and configuration are sent once, because they are
+needed after the process has died.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _CHARS = 300
 
 def environment() -> dict[str, str]:
     """
-    Return versions, and the configuration of torch's allocator, of what this process
-    has imported already.
+    Return versions of what this process has imported so far, and the configuration of torch's
+    allocator.
     """
     values = {"traceml_ray": __version__, "python": platform.python_version()}
     if (torch := sys.modules.get("torch")) is not None:
@@ -69,7 +69,7 @@ def environment() -> dict[str, str]:
 
 
 class ProcessSampler:
-    """CPU, memory, threads and I/O of this process; what cannot be read is `None`."""
+    """Samples CPU, memory, threads and I/O of this process. A value that cannot be read is `None`."""
 
     def __init__(self) -> None:
         import psutil
@@ -78,7 +78,7 @@ class ProcessSampler:
         self._process.cpu_percent(None)  # the first call only sets the starting point
 
     def sample(self) -> ProcessSample:
-        """Return one sample; about 0.2 ms."""
+        """Return one sample. Takes about 0.2 ms."""
         read = written = None
         with self._process.oneshot():
             cpu = self._process.cpu_percent(None)
@@ -87,21 +87,21 @@ class ProcessSampler:
             try:
                 counters = self._process.io_counters()
                 read, written = counters.read_bytes, counters.write_bytes
-            except Exception:  # not readable in some containers: the value is then null, which says so
+            except Exception:  # some containers do not allow reading it: the value is then null
                 pass
         return ProcessSample(time.time_ns(), cpu, rss, threads, read, written)
 
 
 MANY_RANKS = 256
-"""Number of ranks from which on an agent reports half as often: the aggregator has as much to receive."""
+"""From this number of ranks on an agent reports half as often, to limit what the aggregator receives."""
 SAMPLE_S = 0.9
-"""Between two samples of the process, which cost more than a batch."""
+"""Time between two samples of the process, in s. A sample costs more than a batch."""
 CLOSE_WAIT_S = 0.3
-"""Longest wait at the end of the process for the relay to confirm the last batch."""
+"""Longest time to wait at the end of the process for the relay to confirm the last batch, in s."""
 CONFIRM_POLL_S = 0.005
 SETTLE_S = 1.0
 _CERTAIN = ("torch.distributed", "ray_train", "explicit")
-"""Sources that know it for good; the others are asked again."""
+"""Sources whose identity is final. Other sources are asked again."""
 _T = TypeVar("_T")
 _C = TypeVar("_C", bound=Collector)
 
@@ -112,7 +112,7 @@ def new_process_id() -> str:
 
 
 class RankAgent:
-    """Everything of ours in one training process: recorder, patches, thread and channel."""
+    """Everything of traceml_ray in one training process: recorder, patches, thread and channel."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class RankAgent:
         self.identity: identities.RankIdentity | None = None
         self._identity_known = False
         self.verdict: dict[str, codec.Value] = {}
-        """On rank 0: how its run is judged just now, see `wire.RankReply`."""
+        """On rank 0: the current verdict on its run, see `wire.RankReply`."""
         self._outbox = RankOutbox(settings.agent_buffer_bytes)
         self._early = EarlyCopy(spool, settings.agent_buffer_bytes)
         self._seq = self._dropped = 0
@@ -141,7 +141,7 @@ class RankAgent:
         self._began_ns = time.monotonic_ns()
         self._cpu_ns = 0
         self.ended_in: int | None = None
-        """The stage that the exception was raised in that ended the training thread."""
+        """The stage in which the exception that ended the training thread was raised."""
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._sampler: ProcessSampler | None = None
@@ -164,22 +164,25 @@ class RankAgent:
         )
 
     def start(self) -> None:
-        """Start the thread; it does the rest, so that the import of torch is not held up."""
+        """Start the thread. It does the rest, so that the import of torch is not delayed."""
         for collector in self.collectors.values():
             self.guard("install", collector.install)
         self._thread = threading.Thread(target=self._run, name="traceml-agent", daemon=True)
         self._thread.start()
 
     def add_event(self, event: wire.Event) -> None:
-        """Have an event sent with the next batch; any thread may."""
+        """Send an event with the next batch. Any thread may call this."""
         self.unsent.events.append(event)
 
     def request(self, asked: wire.MeasureRequest) -> None:
-        """Have the aggregator know what the script asks for; any thread may."""
+        """Send a request of the script to the aggregator. Any thread may call this."""
         self.unsent.requests.append(asked)
 
     def close(self, events: list[wire.Event] | None = None) -> None:
-        """Send what is left as the final batch; what is not stored yet goes to the spool. Bounded in time."""
+        """
+        Send what is left as the final batch. Batches that are not stored yet are written to the spool.
+        Bounded in time.
+        """
         self.unsent.events.extend(events or [])
         self._closing.set()
         if self._thread is not None:
@@ -188,12 +191,15 @@ class RankAgent:
             self.guard("remove", collector.remove)
 
     def abandon(self, forked: bool) -> None:
-        """Let go of torch: this process is no longer watched, or is a child of one that is."""
+        """Stop using torch: this process is no longer watched, or is a child of a watched process."""
         for collector in self.collectors.values():
             self.guard("abandon", functools.partial(collector.abandon, forked))
 
     def collector(self, kind: type[_C]) -> _C:
-        """Return what collects a signal, by its class: what a script says about the signal goes there."""
+        """
+        Return the collector of a signal, by its class. It receives what a script reports about
+        the signal.
+        """
         return cast("_C", self._by_class[kind])
 
     # -- the thread ------------------------------------------------------------------------------
@@ -201,7 +207,7 @@ class RankAgent:
     def _run(self) -> None:
         due = self._next_tick()
         while not self._closing.wait(max(0.0, min(SETTLE_S, due - time.monotonic()))):
-            if time.monotonic() < due:  # however long the interval: what is written down stays short
+            if time.monotonic() < due:  # even with a long interval the log must stay short
                 self.guard("replay", self.recorder.replay)
                 self.guard("device clock", self.device.tick)
                 continue
@@ -212,8 +218,10 @@ class RankAgent:
 
     def _next_tick(self) -> float:
         """
-        Return when to report next, in monotonic seconds. All ranks of a large job do at the same times of the
-        wall clock: what is judged is of all ranks, so the oldest report decides how late a verdict is.
+        Return when to report next, in monotonic seconds.
+
+        All ranks of a large job report at the same times of the wall clock. A verdict needs all ranks, so the
+        oldest report decides how late it is.
         """
         now, interval = time.monotonic(), self.settings.interval
         if self.identity is None or (self.identity.world_size or 0) <= MANY_RANKS:
@@ -222,7 +230,7 @@ class RankAgent:
         return now + left + (2 * interval if left < interval / 2 else 0)
 
     def guard(self, place: str, action: Callable[[], _T]) -> _T | None:
-        """Return what `action` does; None, and counted, when it raises."""
+        """Return the result of `action`. If it raises, count the error and return None."""
         try:
             return action()
         except Exception as error:
@@ -230,7 +238,7 @@ class RankAgent:
             return None
 
     def tick(self, final: bool = False) -> None:
-        """Do one round: rows into batches, batches to the relay, its replies into account."""
+        """Do one round: move rows into batches, offer batches to the relay, and process its replies."""
         if not self.recorder.replay(LOCK_S):
             self.instrumentation.errors.count("marks: not read, a thread holds the recorder")
         self.guard("device clock", self.device.finish if final else self.device.tick)
@@ -242,21 +250,21 @@ class RankAgent:
         while self._enqueue(final):
             pass
         self._exchange()
-        if self.unsent.events and not final:  # what the relay has asked for
+        if self.unsent.events and not final:  # events that the relay has requested
             self._enqueue(final)
             self._exchange()
         self.guard("spool", lambda: self._early.tick(self.process_id, self._outbox))
 
     def _collect(self, collector: Collector, final: bool) -> None:
-        """Have the records of a signal sent."""
+        """Add the records of a signal to what is sent."""
         self.unsent.add(collector.collect(final))
 
     def _enqueue(self, final: bool) -> bool:
-        """Make one batch; True when there is more, for another."""
+        """Make one batch. Returns True if there is enough left for another."""
         for dropped in self._outbox.make_room():
             self._lose(dropped)
         draft, records = self._draft()
-        # Rows come last: from here on nothing but the encoding may go wrong.
+        # Rows come last: after them only the encoding can fail.
         most = min(wire.MAX_ROWS, draft.row_bytes // self.ring.row_bytes)
         first, keys, flags, rows, host_rows, leads = self.ring.drain_hosts(most)
         more = bool(self.ring.accepted > first + len(flags) or self.unsent)
@@ -288,7 +296,7 @@ class RankAgent:
         return more
 
     def _draft(self) -> tuple[BatchDraft, dict[str, int]]:
-        """Return what the next batch has beside its rows, and how much of each kind of record that is."""
+        """Return (the next batch without its rows, the amount of each kind of record in it)."""
         patches = self.instrumentation
         draft = BatchDraft(patches.errors)
         self.unsent.events += patches.errors.causes() + self.channel.errors.causes()
@@ -313,8 +321,9 @@ class RankAgent:
         return wire.Overhead(self.recorder.marks_ns, self._cpu_ns, elapsed, self._outbox.sent_bytes)
 
     def _errors(self) -> dict[str, int]:
-        """Return what went wrong by place, and what was lost before it was in a batch."""
-        # Other threads count in these: copied whole, they do not change in a loop over them.
+        """Return the number of errors by place, including what was lost before it was in a batch."""
+        # Other threads add to these dicts. They are copied in one operation, so they do not change during a
+        # loop.
         recorder = self.recorder
         counts = dict(self.instrumentation.errors)
         counts.update({sendable(f"channel.{kind}"): n for kind, n in dict(self.channel.errors).items()})
@@ -328,7 +337,7 @@ class RankAgent:
         return counts | {place: count for place, count in lost.items() if count}
 
     def _lose(self, batch: Batch) -> None:
-        """Count what was in a batch that will not be sent."""
+        """Count the contents of a batch that will not be sent."""
         self._dropped += batch.rows
         lost = {"events": batch.events, "spans": batch.spans, "requests": batch.requests}
         lost |= {KINDS[name].lost: amount for name, amount in batch.records.items()}
@@ -355,10 +364,10 @@ class RankAgent:
                     self._lose(batch)
             for command in reply.commands:
                 self.guard("command", functools.partial(self._handle_command, command))
-        self._outbox.follow(self.channel)  # a lost connection is noticed here
+        self._outbox.follow(self.channel)  # a lost connection is detected here
 
     def _handle_command(self, command: wire.Command) -> None:
-        """Do what the aggregator asks for; what is not known, or of another run, is nothing to this rank."""
+        """Execute a command of the aggregator. Unknown commands and commands of another run are ignored."""
         asked, run = command.args.get("id"), command.args.get("run")
         if command.name == "profile" and self._is_meant(command):
             self.captures.handle_command(command)
@@ -378,14 +387,17 @@ class RankAgent:
         self.unsent.events.append(event)
 
     def _is_meant(self, command: wire.Command) -> bool:
-        """Return whether a command about a profile, or layers, is for this rank process."""
+        """Return whether a command about a profile, or about layers, is for this rank process."""
         who = self.identity
         if who is None or command.args.get("run") != who.job_id or self._closing.is_set():
             return False
         return who.global_rank in rank_filter(str(command.args.get("ranks")))
 
     def _add_pending(self, event: wire.Event, opened: wire.OpenStage, asked: str) -> None:
-        """Add the collective under way to `event`; asked for a dump, also all that torch's recorder has."""
+        """
+        Add the collective in progress to `event`. If a dump was requested, also add what torch's flight
+        recorder has.
+        """
         dump = stacks.flight_recorder(opened, str(event.data["dump"]))
         if dump is not None:
             event.data.update({name: value for name, value in dump.data.items() if name != "by"})
@@ -410,7 +422,10 @@ class RankAgent:
         return [*sums.collect(), *sums.collect()]
 
     def _resolve(self) -> identities.RankIdentity | None:
-        """Resolve who this is; again until torch.distributed, which knows best, is up."""
+        """
+        Resolve the identity of this rank. It is resolved again until torch.distributed, the best source, is
+        initialized.
+        """
         if not self._identity_known:
             try:
                 self.identity = self._identify()
@@ -437,8 +452,8 @@ class RankAgent:
 
     def _write_copy(self) -> None:
         """
-        Leave what is not known to be stored in the spool, before anything is waited for: a relay that has
-        taken it may be ended, or answer too late, before the aggregator has stored it.
+        Write everything that is not confirmed as stored to the spool, before any wait. A relay that has
+        received it may be ended, or may answer too late, before the aggregator has stored it.
         """
         if self._spool is not None and (frames := self._outbox.frames()):
             from traceml_ray.wire.spool import write_spool

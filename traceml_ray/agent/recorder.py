@@ -1,9 +1,9 @@
 """
-The marks of a training thread, as the patches and the API make them; named spans inside a stage, and waits
-for peers, as that thread begins and ends them.
+Makes the marks of a training thread: for the patches and the API, for named spans inside a stage, and for
+waits for peers.
 
-The marks of the usual step are only written down (see `mark_log`), where the patches can do so by
-themselves; the methods here are for whatever cannot be, or need not be fast. What marks mean: see `steps`.
+The patches write the marks of a usual step to the log themselves where they can (see `mark_log`). The methods
+here make all other marks, and need not be fast. `steps` defines what marks mean.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SILENT_OWNER_NS = 5_000_000_000
 
 
 class Recorder(MarkLog):
-    """The marks of one process; methods named `*_begin` and `*_end` are marks."""
+    """The marks of one process. Methods named `*_begin` and `*_end` make marks."""
 
     __slots__ = ("_hooks_lock", "_step_hooks", "batches", "exchange", "iterator", "step_hook")
 
@@ -34,30 +34,33 @@ class Recorder(MarkLog):
         self.exchange = GradientExchange()
         super().__init__(clock, Steps(ring, self.exchange, clock()))
         self.iterator = 0
-        """The id of the iterator that the training thread has waited for last."""
+        """Id of the iterator that the training thread waited for last."""
         self.batches = BatchSizes()
         self._step_hooks: list[Callable[[], object]] = []
         self._hooks_lock = Lock()
         self.step_hook: Callable[[], object] | None = None
         """
-        Called by the training thread once an optimizer has taken its step, and at the first wait for an
-        iterator, while a profile is wanted, layers are measured or FLOPs counted; see `add_step_hook`.
+        Called by the training thread after each optimizer step and at the first wait for an iterator. None
+        unless a profile is requested, layers are measured or FLOPs are counted. See `add_step_hook`.
         """
 
     def add_step_hook(self, call: Callable[[], object]) -> None:
-        """Have `call` called at each step, beside what is called already."""
+        """Also call `call` at each step, in addition to existing hooks."""
         with self._hooks_lock:
             self._step_hooks = [*self._step_hooks, call]
             self._call_each()
 
     def remove_step_hook(self, call: Callable[[], object]) -> None:
-        """Have it called no longer."""
+        """Stop calling `call`."""
         with self._hooks_lock:
             self._step_hooks = [other for other in self._step_hooks if other != call]
             self._call_each()
 
     def forked(self) -> None:
-        """In a child of this process: call nothing any more. A thread that is gone may hold the lock."""
+        """
+        In a forked child of this process: call no hooks any more. A thread that no longer exists may hold the
+        lock.
+        """
         self._hooks_lock, self._step_hooks, self.step_hook = Lock(), [], None
 
     def _call_each(self) -> None:
@@ -71,17 +74,17 @@ class Recorder(MarkLog):
 
     @property
     def sums(self) -> SpanSums:
-        """Time in named spans, of the rows that are whole."""
+        """Time in named spans, for complete rows."""
         return self.steps.sums
 
     # -- which thread trains -----------------------------------------------------------------
 
     def _may(self) -> bool:
-        """Return whether the mark's thread is the one that trains (or none has yet)."""
+        """Return whether the mark's thread is the training thread, or there is no training thread yet."""
         return self.owner is None or self.thread == self.owner
 
     def _accepts(self, *, take_over: bool = False) -> bool:
-        """Return whether the mark counts; a new training thread takes over from a silent one."""
+        """Return whether the mark counts. A new training thread takes over from one that makes no marks."""
         if self.owner == self.thread:
             return True
         if self.owner is not None:
@@ -99,7 +102,7 @@ class Recorder(MarkLog):
     # -- data ----------------------------------------------------------------------------------
 
     def data_begin(self, iterator: Any) -> bool:
-        """Mark: this thread starts to wait for `iterator`; True when a `data_end` has to follow."""
+        """Mark: this thread starts to wait for `iterator`. If it returns True, `data_end` must follow."""
         ready = get_ident() == self.ready
         if ready and id(iterator) == self.iterator:
             self.log.append(marks.DATA_BEGIN)
@@ -108,7 +111,7 @@ class Recorder(MarkLog):
         self.batches.forget()
         if self.step_hook is not None and get_ident() == self.owner:
             self.step_hook()
-        # Iterators come and go with the epochs: the loader (noted on them) is who feeds the step.
+        # Each epoch makes new iterators. The loader, which is stored on them, identifies what feeds the step.
         known = getattr(iterator, "__dict__", {})
         named = known.get("_traceml_loader") or id(iterator), known.get("_num_workers") or 0
         if ready:
@@ -129,7 +132,10 @@ class Recorder(MarkLog):
         return True
 
     def data_end(self, got: bool) -> None:
-        """Mark: the data is there, or (`got` False) there was none: then it was no wait of this step."""
+        """
+        Mark: the data has arrived, or (`got` False) there was none. Then the wait does not count for this
+        step.
+        """
         if self.write(marks.DATA_END if got else marks.DATA_EXHAUSTED):
             return
         self._end_wait(got)
@@ -140,17 +146,17 @@ class Recorder(MarkLog):
             self._apply(marks.DATA_END if got else marks.DATA_EXHAUSTED)
 
     def batch(self, batch: Any) -> None:
-        """Mark, after `data_end`: what was waited for is this batch."""
+        """Mark, after `data_end`: `batch` is the batch that was waited for."""
         if self.mine() and self._room():
             self.log.append(self.batches.mark(batch))
 
     @immediate_mark
     def count(self, samples: int | None, tokens: int | None) -> None:
-        """Say what the open step is trained on; it counts instead of what its batches show."""
+        """Declare the samples and tokens of the open step. They replace the sizes read from its batches."""
         self.steps.work.declare(self.steps.rows.step, samples, tokens)
 
     def drain_work(self) -> Counted | None:
-        """Return what the steps since the last time were trained on; None without any."""
+        """Return sums of the work in the steps since the last call. None if there were no steps."""
         if not self.replay(LOCK_S) or not self._lock.acquire(timeout=LOCK_S):
             return None
         try:
@@ -159,7 +165,7 @@ class Recorder(MarkLog):
             self._lock.release()
 
     def drain_sizes(self) -> list[tuple[int, int, int]]:
-        """Return the sizes of batches of the steps since the last time, see `SizeLog`."""
+        """Return the sizes of batches in the steps since the last call, see `SizeLog`."""
         if not self._lock.acquire(timeout=LOCK_S):
             return []
         try:
@@ -168,7 +174,7 @@ class Recorder(MarkLog):
             self._lock.release()
 
     def new_iterator(self) -> None:
-        """Note that an iterator was made: its id may be that of one that is gone."""
+        """Record that an iterator was made. Its id may be that of a deleted iterator."""
         self.iterator = 0
 
     # -- forward and backward --------------------------------------------------------------------
@@ -181,7 +187,7 @@ class Recorder(MarkLog):
 
     @immediate_mark
     def backward_begin(self) -> bool:
-        """Mark: a backward starts; False when it is not one of the training thread's."""
+        """Mark: a backward starts. Returns False if it does not belong to the training thread."""
         if not self._accepts(take_over=True):
             return False
         if self.steps.rows.depth:
@@ -192,11 +198,11 @@ class Recorder(MarkLog):
 
     @immediate_mark
     def gradients_done(self) -> None:
-        """Mark: this rank's own gradients are done; what follows inside the backward is waiting."""
+        """Mark: this rank's own gradients are done. The rest of the backward is waiting."""
         self._apply(marks.GRADIENTS_DONE)
 
     def backward_end(self, ok: bool) -> None:
-        """Mark: a backward has returned (`ok`) or raised. The outermost one leaves its row pending."""
+        """Mark: a backward has returned (`ok`) or raised. The outermost backward leaves its row pending."""
         peers = self.exchange.peers
         outermost = self.steps.rows.depth < 2
         self._end_backward(ok, outermost and peers is not None and peers())
@@ -211,11 +217,12 @@ class Recorder(MarkLog):
 
     def sync_begin(self) -> bool:
         """
-        Mark: the training thread blocks for its peers, inside whatever stage; pass on to `sync_end`.
+        Mark: the training thread blocks for its peers, inside any stage. Pass the result to `sync_end`.
 
-        Such a wait is no time of that stage: else who is on time is blamed for waiting for who is late.
-        It is written down at any time, as a span is, since no row is cut by it; not where the waits that
-        matter are not on this clock anyway, as those of a device's other streams (FSDP gathers on one).
+        Such a wait does not count for that stage. Otherwise a rank that is on time would be blamed for
+        waiting for a late one. Like a span, the mark can be written at any time, since it ends no row. It is
+        not written if the relevant waits are on another clock anyway, such as those of a device's other
+        streams (FSDP gathers on one).
         """
         if self.exchange.inseparable or get_ident() != self.owner or not self._room():
             return False
@@ -226,7 +233,7 @@ class Recorder(MarkLog):
         return True
 
     def sync_end(self, began: bool) -> None:
-        """Mark: that wait is over; the stage it interrupted goes on."""
+        """Mark: that wait is over. The interrupted stage continues."""
         if began:
             self.log.append(marks.SYNC_END)
             self.log.append(self.stamp())
@@ -235,7 +242,7 @@ class Recorder(MarkLog):
         """
         Mark: BRACKET_BEGIN or SYNC_END of a wait on a device's stream.
 
-        Inside a backward autograd's thread may make it, for which the one that trains waits meanwhile.
+        Inside a backward autograd's thread may make this mark, while the training thread waits for it.
         """
         if self.owner is None or (self.ready and get_ident() != self.owner) or not self._room():
             return False
@@ -244,7 +251,10 @@ class Recorder(MarkLog):
         return True
 
     def reduced(self, on_device: bool) -> None:
-        """Mark: a reduction over several ranks, or the wait for one, is over. Written down as a span is."""
+        """
+        Mark: a reduction over several ranks, or the wait for one, is over. It is written like the mark of a
+        span.
+        """
         exchange = self.exchange
         if exchange.peers is None and get_ident() == self.owner and self._room():
             exchange.on_device = exchange.on_device or on_device
@@ -256,10 +266,11 @@ class Recorder(MarkLog):
     @immediate_mark
     def optimizer_begin(self, closure: bool = False, optimizer: int = 0) -> bool:
         """
-        Mark: a step of this `optimizer` (its id, 0: not known): it closes the pending row, if there is one.
+        Mark: a step of this `optimizer` (its id, 0: unknown) begins. It closes the pending row, if there is
+        one.
 
-        With a `closure` the row is closed when the step is over: the backward in it goes on with what is
-        pending. Returns what `optimizer_end` wants: whether this step is one of ours to measure.
+        With a `closure` the row is closed when the step is over, because the backward in the closure extends
+        the pending row. Returns the argument of `optimizer_end`: whether this step is measured.
         """
         if not self._may() or self.steps.step_in_backward():
             return False
@@ -269,7 +280,7 @@ class Recorder(MarkLog):
 
     @immediate_mark
     def scaler_begin(self, optimizer: int = 0) -> None:
-        """Mark: a `GradScaler` step: one of the `optimizer` begins in it, unless there was an overflow."""
+        """Mark: a `GradScaler` step. A step of `optimizer` begins inside it, unless there was an overflow."""
         if self._may() and not self.steps.step_in_backward():
             self.steps.optimizer = optimizer
             self._apply(marks.SCALER_BEGIN)
@@ -282,18 +293,20 @@ class Recorder(MarkLog):
 
     @immediate_mark
     def trace(self) -> None:
-        """Have steps cut by `trace_step` from here on, until `close_traced`."""
+        """From now on let `trace_step` end the steps, until `close_traced`."""
         self.steps.manual = True
 
     @immediate_mark
     def close_traced(self) -> None:
-        """End of a `trace_step`: its last backward closes the row, else the row ends here."""
+        """End of a `trace_step`. Its last backward closes the row; without a backward the row ends here."""
         self.steps.close_traced(self.now)
 
     def step_now(self, wait_s: float) -> tuple[int, int, int] | None:
         """
-        Return the number of the step that the training thread is in, the time (ns), and when the row of the
-        step before ended; None where the marks cannot be read within `wait_s`. Called by that thread.
+        Return (number of the current step of the training thread, time in ns, end of the row of the step
+        before).
+
+        Returns None if the marks cannot be read within `wait_s`. The training thread calls this.
         """
         if not self.replay(wait_s):
             return None
@@ -301,19 +314,19 @@ class Recorder(MarkLog):
         return self.steps.rows.step, now, now - self.steps.tail_ns(now)
 
     def step_begins(self, wait_s: float) -> tuple[int, int, int] | None:
-        """Return the same, None also where an optimizer has stepped and the step goes on."""
+        """As `step_now`, but returns None also if an optimizer has stepped and the step continues."""
         now = self.step_now(wait_s)
         return None if self.steps.rows.goes_on else now
 
     @immediate_mark
     def number(self, done: int) -> None:
-        """Say how many steps are done, where a framework counts them; the numbers of rows only grow."""
+        """Set the number of steps done, if a framework counts them. The numbers of rows only grow."""
         self.steps.rows.number(done)
 
     def at_step(self, call: Callable[..., None], *args: Any) -> bool:
         """
-        Have `call(step, *args)` called as the log is replayed, with the step that the training thread is in
-        now, or was in last. Any thread may; nothing waits. False: the log has no room.
+        Call `call(step, *args)` when the log is replayed, with the training thread's current or last step.
+        Any thread may call this; nothing waits. Returns False if the log has no room.
         """
         if len(self.log) >= REPLAY_AT and not self._room():
             return False
@@ -323,15 +336,15 @@ class Recorder(MarkLog):
     # -- spans -----------------------------------------------------------------------------------
 
     def span_begin(self, number: int) -> bool:
-        """Mark: a span of this number (see `SpanSums`) begins; True when `span_end` has to follow."""
+        """Mark: a span of this number (see `SpanSums`) begins. If it returns True, `span_end` must follow."""
         return self._note(marks.SPANS + 2 * number)
 
     def span_end(self, number: int, size: int = 0) -> None:
-        """Mark: it ends, having moved `size` bytes."""
+        """Mark: the span ends. It has moved `size` bytes."""
         self._note(marks.SPANS + 2 * number + 1, size)
 
     def _note(self, mark: int, size: int = 0) -> bool:
-        """Write a mark of a span down; the training thread may at any time, since no row is cut by it."""
+        """Write a mark of a span. The training thread may do so at any time, since the mark ends no row."""
         if get_ident() == self.owner:
             if not self._room():
                 return False
@@ -349,7 +362,7 @@ class Recorder(MarkLog):
         return True
 
     def finish(self) -> None:
-        """Count the spans of the tail. Raises TimeoutError when a mark does not let go of the lock."""
+        """Count the spans of the tail. Raises TimeoutError if a mark does not release the lock."""
         if not self.replay(LOCK_S):
             raise TimeoutError("a mark does not let go of the recorder")
         with self._lock:
@@ -358,12 +371,12 @@ class Recorder(MarkLog):
     # -- now -------------------------------------------------------------------------------------
 
     def open_stage(self) -> OpenStage:
-        """Return what the training thread is in."""
+        """Return the stage that the training thread is in."""
         self.replay()
         return self.steps.open_stage(self.clock())
 
     def tail_ns(self) -> int:
-        """Return the time (ns) since the last sync exit, which belongs to no row."""
+        """Return the time since the last sync exit, in ns. It belongs to no row."""
         self.replay()
         return self.steps.tail_ns(self.clock())
 
@@ -372,20 +385,26 @@ _BEGIN_WAIT = unwrap(Recorder._begin_wait)
 
 
 Begun = tuple[int, str | None]
-"""The number of a span's name, and the name of the span around it."""
+"""(number of a span's name, name of the span around it)."""
 
 
 class Spans:
-    """Begins and ends spans on the training thread; raises nothing."""
+    """Begins and ends spans on the training thread. Raises nothing."""
 
     def __init__(self, recorder: Recorder, failed: Callable[[str, BaseException], None]) -> None:
         self.innermost: str | None = None
-        """The name of the span that the training thread is in; `end` puts back that of the one around it."""
+        """
+        Name of the innermost span that the training thread is in. `end` restores that of the
+        span around it.
+        """
         self._recorder = recorder
         self._failed = failed
 
     def begin(self, name: str, group: str | None = None) -> Begun | None:
-        """Begin a span, a collective in a process group; None when there is none to end: another thread."""
+        """
+        Begin a span; with `group`, a collective in a process group. Returns None if `end` must not follow:
+        the call came from another thread.
+        """
         try:
             if not self._recorder.mine():
                 return None
@@ -400,7 +419,7 @@ class Spans:
             return None
 
     def end(self, begun: Begun, size: int = 0) -> None:
-        """End what `begin` began; `size` bytes were moved."""
+        """End the span that `begin` began. `size` bytes were moved."""
         try:
             number, self.innermost = begun
             self._recorder.span_end(number, size)
@@ -408,7 +427,7 @@ class Spans:
             self._failed("span", error)
 
     def sync_begin(self) -> bool:
-        """Begin a wait for peers; True when `sync_end` has to follow."""
+        """Begin a wait for peers. If it returns True, `sync_end` must follow."""
         try:
             return self._recorder.sync_begin()
         except Exception as error:
@@ -416,7 +435,7 @@ class Spans:
             return False
 
     def sync_end(self) -> None:
-        """End what `sync_begin` began."""
+        """End the wait that `sync_begin` began."""
         try:
             self._recorder.sync_end(True)
         except Exception as error:

@@ -14,38 +14,39 @@ _HOST = struct.Struct(f"<{N_STAGES}q{LEAD_BYTES}s")
 
 class StepRing:
     """
-    Single producer (the training thread; the agent where a device's clock is read), single consumer (the
-    agent), preallocated, no lock.
+    Preallocated ring without a lock, for a single producer and a single consumer.
 
-    A row that finds the ring full is dropped and counted: the training thread never waits.
+    The producer is the training thread, or the agent if a device's clock is read. The consumer is the agent.
+    If the ring is full a row is dropped and counted: the training thread never waits.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._buffer = bytearray(capacity * _ROW.size)
-        self._hosts = bytearray()  # of rows on a device's clock; none before there is one
-        self._hosts_end = 1 << 62  # rows from this number on have none
-        self._head = 0  # rows accepted so far; written by the producer only
-        self._tail = 0  # rows taken so far; written by the consumer only
+        self._hosts = bytearray()  # for rows on a device's clock; empty before there is one
+        self._hosts_end = 1 << 62  # rows from this number on have no host row
+        self._head = 0  # number of rows accepted so far; written only by the producer
+        self._tail = 0  # number of rows drained so far; written only by the consumer
         self.dropped = 0
 
     @property
     def accepted(self) -> int:
-        """Rows that went in."""
+        """Number of rows accepted."""
         return self._head
 
     @property
     def row_bytes(self) -> int:
-        """What a row takes in a batch."""
+        """Size of one row in a batch, in bytes."""
         return 9 + ROW_BYTES + (_HOST.size if self._hosts and self._tail < self._hosts_end else 0)
 
     def push(
         self, key: int, flags: int, row: Sequence[int], host: Sequence[int] = (), leads: bytes = _NO_LEAD
     ) -> None:
         """
-        Put one row (int64 ns per stage) in, or drop and count it.
+        Add one row (int64 ns per stage). If the ring is full, drop and count it.
 
-        Of one on a device's clock, `host` is the same on the CPU's, `leads` as in `wire.RankBatch`.
+        For a row on a device's clock, `host` is the same row on the CPU's clock, and `leads` is as in
+        `wire.RankBatch`.
         """
         head = self._head
         if head - self._tail >= self._capacity:
@@ -59,7 +60,7 @@ class StepRing:
         self._head = head + 1
 
     def _keep_hosts(self) -> None:
-        """From here on keep two rows of each; those that wait are on the CPU's clock."""
+        """From now on keep two rows per step. Rows that are waiting are on the CPU's clock."""
         self._hosts = bytearray(self._capacity * _HOST.size)
         for number in range(self._tail, self._head):
             slot = number % self._capacity
@@ -67,20 +68,23 @@ class StepRing:
             _HOST.pack_into(self._hosts, slot * _HOST.size, *row, _NO_LEAD)
 
     def end_hosts(self) -> None:
-        """The device's clock is over: rows that come have no host row."""
+        """The device's clock has ended: later rows have no host row."""
         self._hosts_end = min(self._head, self._hosts_end)
 
     def drain(self, limit: int) -> tuple[int, bytes, bytes, bytes]:
         """
-        Take up to `limit` rows out: (number of the first, keys, flags, rows).
+        Remove up to `limit` rows. Returns (number of the first row, keys, flags, rows).
 
-        The three columns are as `wire.RankBatch` holds them: n × int64, n × uint8, n × 6 × int64 ns.
+        The three columns are as in `wire.RankBatch`: n × int64, n × uint8, n × 6 × int64 ns.
         """
         first, keys, flags, rows, _, _ = self.drain_hosts(limit)
         return first, keys, flags, rows
 
     def drain_hosts(self, limit: int) -> tuple[int, bytes, bytes, bytes, bytes, bytes]:
-        """As `drain`, and the columns `host_rows` and `leads`: empty where there is no device's clock."""
+        """
+        As `drain`, plus the columns `host_rows` and `leads`. They are empty if there is no
+        device clock.
+        """
         first = self._tail
         last = min(self._head, first + limit)
         keys, flags, rows = bytearray(), bytearray(), bytearray()

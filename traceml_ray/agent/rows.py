@@ -1,25 +1,27 @@
 """
-Rows of a step: how one is filled, the row that a backward has left pending, and what closes it.
+Builds the rows of steps: how a row is filled, when it is pending after a backward, and what closes it.
 
-At every moment the training thread is in exactly one stage, and in some spans. A mark moves the time since
-the mark before into the stage (`Partition`). So the times are a partition, whatever order the marks come in.
-`OpenSpans` has which spans are open, which are over, and what each took of the open row; `StepSpans` makes
-those that follow from the marks of a step: its optimizer, evaluations, and what a wait for data was.
-`DataWaits` has which waits for data feed training: those of loaders waited for on the way to a backward.
+At every moment the training thread is in exactly one stage, and in any number of spans. A mark adds the time
+since the mark before to the stage (`Partition`). So the times are a partition, whatever the order of the
+marks. `OpenSpans` keeps the open spans, the spans that are over, and the time of each in the open row.
+`StepSpans` makes the spans that are derived from the marks of a step: its optimizer, evaluations, and the
+parts of a wait for data. `DataWaits` decides which waits for data feed training: those of loaders waited for
+before a backward.
 
-An optimizer step closes a row; another backward without one in between takes it back in (gradient
-accumulation), or, where it has exchanged gradients, makes it a segment of the step. So is the row of another
-optimizer that steps in the same iteration.
+An optimizer step closes a row. Another backward without an optimizer step in between reopens the row
+(gradient accumulation). If the row has exchanged gradients, it becomes a segment of the step instead. The row
+of another optimizer that steps in the same iteration is a segment, too.
 
-Which optimizer steps are one iteration of the training loop, and so one step of a row's key (`Iterations`):
+`Iterations` decides which optimizer steps belong to one iteration of the training loop, and so to one step of
+a row's key:
 
-Where a script takes batches from a loader, an iteration begins with a batch. An optimizer that steps without
-a new one, and has not stepped since the iteration began, goes on with it: the generator after the
-discriminator, the actor after the critic. One that steps again without a new batch begins another iteration,
-unless that is how the loop began: several steps on each batch. Without a loader each optimizer step is one.
+If a script takes batches from a loader, an iteration begins with a batch. An optimizer that steps without a
+new batch, and has not stepped in this iteration, continues it: the generator after the discriminator, the
+actor after the critic. An optimizer that steps again without a new batch begins another iteration, unless the
+loop began like that: several steps on each batch. Without a loader each optimizer step is one iteration.
 
 All of this follows from the order of calls, which is the same on all ranks, and never from time. It is
-settled in the first iterations, so that what one rank does alone later (an evaluation) changes nothing.
+decided in the first iterations, so a later action of a single rank (an evaluation) does not change it.
 """
 
 from __future__ import annotations
@@ -45,15 +47,21 @@ from traceml_ray.stages import (
 )
 
 MOST_STEPS = 8
-"""Optimizer steps of one iteration at most."""
+"""Largest number of optimizer steps in one iteration."""
 _FED_WITHIN = 8
-"""Optimizer steps within which a script has taken a batch from a loader, if it takes any."""
+"""If a script takes batches from a loader, it does so within this number of optimizer steps."""
 _LEARNED_FROM, _TWICE = 16, 2
-"""Batches from which it is learned how often optimizers step on one, and how many of them must show it."""
+"""
+Number of batches after which the usual number of optimizer steps per batch is learned, and how many of them
+must show it.
+"""
 
 
 class Iterations:
-    """Of one process, under the lock of the log. Optimizers are told apart by a number."""
+    """
+    Iterations of one process. The caller holds the lock of the log. Optimizers are identified
+    by a number.
+    """
 
     __slots__ = (
         *("_batches", "_fed", "_learned", "_on_batch", "_repeated", "_since_start", "_stepped"),
@@ -62,36 +70,46 @@ class Iterations:
 
     def __init__(self) -> None:
         self._since_start = 0
-        """Optimizer steps so far, counted up to `_FED_WITHIN`."""
+        """Number of optimizer steps so far, counted up to `_FED_WITHIN`."""
         self._fed = False
-        """The script takes batches from a loader."""
+        """Whether the script takes batches from a loader."""
         self._batches = self._repeated = self._learned = 0
-        """Batches that are over; those with several optimizer steps; the most of these."""
+        """
+        Number of batches that are over; of those with several optimizer steps; and the largest number of
+        steps among these.
+        """
         self._usual = 1
-        """Optimizer steps of the iteration before."""
+        """Number of optimizer steps in the iteration before."""
         self.forget()
 
     def forget(self) -> None:
-        """Forget the open iteration; the next row begins one."""
+        """Forget the open iteration. The next row begins one."""
         self.has_batch = False
-        """A batch was taken for the open row."""
+        """Whether a batch was taken for the open row."""
         self._on_batch = self._steps = 0
-        """Optimizer steps since the newest batch, and of this iteration."""
+        """Number of optimizer steps since the newest batch, and in this iteration."""
         self._stepped: set[int] = set()
-        """The optimizers of this iteration."""
+        """The optimizers that have stepped in this iteration."""
 
     def goes_on(self, optimizer: int) -> bool:
-        """Return whether the row that a step of `optimizer` closes belongs to the iteration before it."""
+        """
+        Return whether the row that a step of `optimizer` closes belongs to the same iteration as the row
+        before.
+        """
         if self.has_batch or not self._fed or not 0 < self._steps < MOST_STEPS:
             return False
         return optimizer not in self._stepped or (self._repeated >= _TWICE and self._on_batch < self._learned)
 
     def may_go_on(self) -> bool:
-        """Return whether the open row may, where its optimizer has yet to step: of the first batch."""
+        """
+        Return whether the open row may continue the iteration before, while its optimizer has not stepped.
+
+        Only a row on the first batch may.
+        """
         return self._fed and not self.has_batch and not self._batches and 0 < self._steps < MOST_STEPS
 
     def closed(self, optimizer: int, goes_on: bool) -> bool:
-        """Note that a row is closed; return whether another one of this iteration is expected."""
+        """Record that a row is closed. Return whether another row of this iteration is expected."""
         if self._since_start < _FED_WITHIN:
             self._since_start += 1
             self._fed = self._fed or self.has_batch
@@ -109,7 +127,7 @@ class Iterations:
         return self._fed and self._steps < self._usual
 
     def _note_batch(self) -> None:
-        """Note how many optimizer steps the batch that is over had."""
+        """Record the number of optimizer steps on the batch that is over."""
         if self._on_batch and self._batches < _LEARNED_FROM:
             self._batches += 1
             if 1 < self._on_batch <= MOST_STEPS:
@@ -119,12 +137,12 @@ class Iterations:
 
 MAX_SEGMENT = (1 << SEGMENT_BITS) - 1
 _NEVER = 1 << 62
-"""A step that no run reaches."""
+"""A step number that no run reaches."""
 
 
 class SlowedSteps:
     """
-    Steps that the monitor itself makes longer: FLOPs are counted, or torch's profiler is on. No statistic has
+    Steps that the monitor itself slows: FLOPs are counted, or torch's profiler is on. Statistics exclude
     their rows. Any thread may change it.
     """
 
@@ -132,26 +150,26 @@ class SlowedSteps:
 
     def __init__(self) -> None:
         self._ranges: dict[str, tuple[int, int]] = {}
-        """The first and the last step, by what makes them longer."""
+        """Cause → (first slowed step, last slowed step)."""
 
     def begin(self, why: str, step: int, most: int = _NEVER) -> None:
-        """Note that steps are longer because of `why`, from `step` to at most `most`."""
+        """Record that steps are slower because of `why`, from `step` to at most `most`."""
         self._ranges[why] = step, most
 
     def end(self, why: str, step: int) -> None:
-        """Note that `step` is the last of these; nothing where there was no `begin`."""
+        """Record that `step` is the last slowed step. Does nothing if there was no `begin`."""
         if why in self._ranges:
             self._ranges[why] = self._ranges[why][0], step
 
     def __contains__(self, step: int) -> bool:
         if not self._ranges:
             return False
-        # `tuple` copies the values at once, while other threads may add some.
+        # `tuple` copies the values in one operation, while other threads may add some.
         return any(first <= step <= last for first, last in tuple(self._ranges.values()))
 
 
 class RowBuilder:
-    """Numbers the rows of one process and puts those that are whole into the ring."""
+    """Numbers the rows of one process and pushes complete rows into the ring."""
 
     __slots__ = (
         *("_begun", "_first_step", "_iterations", "_newest", "cuts", "depth", "device", "exchange_ns"),
@@ -161,82 +179,91 @@ class RowBuilder:
     def __init__(self, ring: StepRing) -> None:
         self.ring = ring
         self.device: DeviceClock | None = None
-        """What rows pass through on their way into the ring, where a device's clock is read."""
+        """The device clock that rows pass through on their way into the ring. None if no device is read."""
         self.step = self.segment = 0
         self.slowed = SlowedSteps()
         self._iterations = Iterations()
         self.goes_on = False
-        """An optimizer has stepped, and more rows of that step are expected: `step` is that step still."""
+        """
+        Whether an optimizer has stepped and more rows of that step are expected. Then `step` is still that
+        step.
+        """
         self._begun = self._newest = (0, 0)
-        """Step and segment of the first row since an optimizer has stepped, and of the newest before."""
+        """
+        (step, segment) of the first row since an optimizer has stepped, and of the newest row
+        before it.
+        """
         self.forget()
 
     def forget(self) -> None:
-        """Forget the open row; the next one is a first row again."""
+        """Forget the open row. The next row is a first row again."""
         self.pending: list[int] | None = None
         """Time in each stage up to the end of the last backward, in ns. None if no row is pending."""
         self.cuts: list[Cut] = []
-        """The pending row as cuts between events."""
+        """The cuts of the pending row."""
         self.flags = 0
         self.synced = False
-        """That backward has exchanged gradients."""
+        """Whether the last backward has exchanged gradients."""
         self.exchange_ns: int | None = None
         """
-        How long that took of the pending `sync_wait`, where the rest was for ranks that do other work: such a
-        row becomes two, of which only the second one ends in an exchange.
+        Part of the pending `sync_wait` spent on the exchange, in ns, if the rest was a wait for ranks that do
+        other work. Such a row is split into two; only the second ends in an exchange.
         """
         self.stepped = False
-        """An optimizer has taken a step since."""
+        """Whether an optimizer has taken a step since the last backward."""
         self.first, self._first_step = True, -1
-        """The row that comes out next is the first one; the step of the first row."""
+        """Whether the next row is the first row; the step of the first row."""
         self.depth = 0
-        """How many backwards the training thread is in."""
+        """Number of nested backwards that the training thread is in."""
         self._iterations.forget()
         if self.goes_on:
             self._begin_step()
 
     def set_pending(self, taken: tuple[list[int], list[Cut]], flags: int, synced: bool) -> None:
-        """Leave a row pending."""
+        """Store a row as pending."""
         (self.pending, self.cuts), self.flags, self.synced, self.stepped = taken, flags, synced, False
         self.exchange_ns = None
 
     def reopen(self) -> tuple[list[int], list[Cut]]:
-        """Return times and cuts of the pending row, which goes on."""
+        """Return the times and cuts of the pending row, which continues."""
         times, self.pending = self.pending, None
         cuts, self.cuts = self.cuts, []
         assert times is not None
         return times, cuts
 
     def extend(self, times: list[int], cuts: list[Cut]) -> None:
-        """Add what was taken after its backward to the pending row."""
+        """Add times and cuts after its backward to the pending row."""
         assert self.pending is not None
         self.pending = [a + b for a, b in zip(self.pending, times, strict=True)]
         self.cuts = self.cuts + cuts
 
     def infer(self, inseparable: bool) -> None:
-        """Take the end of the pending row for an exchange; all its waits were seen, so it has a split."""
+        """
+        Treat the end of the pending row as an exchange. All its waits were seen, so its waits are separated
+        from work.
+        """
         self.synced = True
         self.flags &= ~(FLAG_NO_PEERS | FLAG_NO_SPLIT)
         if inseparable:
             self.flags |= FLAG_INSEPARABLE
 
     def close_segment(self) -> None:
-        """Close the pending row; the step goes on."""
+        """Close the pending row. The step continues."""
         if not self.goes_on and self._is_unplaced and self._iterations.may_go_on():
             self._replace(True)
         self._emit()
         self.segment = min(self.segment + 1, MAX_SEGMENT)
 
     def note_batch(self) -> None:
-        """Note that a batch was taken for the open row: it is of another step than the row before."""
+        """Record that a batch was taken for the open row: it belongs to another step than the row before."""
         self._iterations.has_batch = True
         if self.goes_on and self._is_unplaced:
             self._begin_step()
 
     def close_step(self, optimizer: int = 0, *, traced: bool = False) -> None:
         """
-        Close the pending row: `optimizer` (a number, 0: not known) steps. A step is counted, unless more of
-        its rows are expected. With `traced` the script has said that a step is over.
+        Close the pending row because `optimizer` (a number, 0: unknown) steps. The step is counted unless
+        more of its rows are expected. With `traced` the script has said that a step is over.
         """
         goes_on = not traced and self._iterations.goes_on(optimizer)
         if goes_on != self.goes_on:
@@ -256,7 +283,7 @@ class RowBuilder:
 
     @property
     def _is_unplaced(self) -> bool:
-        """Whether no row has come out since an optimizer has stepped."""
+        """Return whether no row has been finished since an optimizer stepped."""
         return (self.step, self.segment) == self._begun
 
     def _begin_step(self) -> None:
@@ -264,22 +291,22 @@ class RowBuilder:
         self._begun = self.step, 0
 
     def _replace(self, goes_on: bool) -> None:
-        """Put the pending row elsewhere than was expected, unless rows have come out there."""
+        """Move the pending row to another step than expected, unless rows of that step are finished."""
         step, segment = self._newest
         if not self._is_unplaced:
             return
         if not goes_on:
             self._begin_step()
-        elif self.step == step + 1:  # else a framework has counted
+        elif self.step == step + 1:  # otherwise a framework has set the count
             self.step, self.segment, self.goes_on = step, min(segment + 1, MAX_SEGMENT), True
 
     def number(self, done: int) -> None:
-        """Say how many steps are done; the numbers of rows only grow."""
+        """Set the number of steps done. The numbers of rows only grow."""
         if self.pending is None and done > self.step:
             self.step, self.segment, self.goes_on = done, 0, False
 
     def skip(self, lost: int) -> None:
-        """Count rows that were never made, each as a step."""
+        """Count rows that were never made, each as one step."""
         self.ring.dropped += lost
         self.step += lost
 
@@ -300,7 +327,8 @@ class RowBuilder:
         if self.first:
             flags |= FLAG_EXCLUDED
             self.first, self._first_step = False, self.step
-            row[POST_SYNC] = 0  # there was no sync before: a first row starts at its first data wait
+            # a first row starts at its first data wait, because there was no sync before it
+            row[POST_SYNC] = 0
         key = self.step << SEGMENT_BITS | self.segment
         if self.device is None:
             self.ring.push(key, flags, row)
@@ -316,7 +344,7 @@ _MAX_CLOSED = 1024
 
 
 class Span:
-    """A named span: the stage it began in, and its time (ns) in each stage since the row began."""
+    """A named span: the stage in which it began, and its time (ns) in each stage since the row began."""
 
     __slots__ = ("began", "foreign_ns", "number", "paused", "size", "stage", "times")
 
@@ -325,7 +353,7 @@ class Span:
         self.size = self.foreign_ns = 0
         self.times = [0] * N_STAGES
         self.paused = False
-        """Whether time is not counted for the span at present."""
+        """Whether the time of the span is currently not counted."""
 
     def reclassify(self) -> None:
         """See `Partition.reclassify`."""
@@ -339,8 +367,10 @@ class Span:
 
 class OpenSpans:
     """
-    The spans of the open row. Those in `open` are in the order in which they began; those in `over` wait to
-    be added to `sums`: until a backward has ended their row, their time may still be reclassified.
+    The spans of the open row.
+
+    `open` holds the open spans in the order in which they began. `over` holds finished spans that wait to be
+    added to `sums`: until a backward has ended their row, their time may still be reclassified.
     """
 
     __slots__ = ("_since", "lost", "open", "over", "sums")
@@ -350,7 +380,7 @@ class OpenSpans:
         self.open: list[Span] = []
         self.over: list[Span] = []
         self.lost = 0
-        """Number of spans that were open when too many others began."""
+        """Number of spans that were dropped while open, because too many others began."""
         self._since = 0
 
     def forget(self) -> None:
@@ -369,7 +399,7 @@ class OpenSpans:
         self._since = now
 
     def running(self) -> list[Span]:
-        """Return the spans that time is added to, the innermost last."""
+        """Return the spans whose time is counted, the innermost last."""
         return [span for span in self.open if not span.paused]
 
     def begin(self, number: int, stage: int, now: int) -> Span:
@@ -383,16 +413,16 @@ class OpenSpans:
         return span
 
     def end(self, span: Span, stage: int, now: int) -> bool:
-        """End `span`. Return True if so many are over that they must be handed out."""
+        """End `span`. Returns True if so many spans are over that they must be added to `sums`."""
         self.spread(stage, now)
         if span in self.open:
             self.open.remove(span)
-            if all(other.number != span.number for other in self.open):  # not inside one of the same name
+            if all(other.number != span.number for other in self.open):  # not inside a span of the same name
                 self.over.append(span)
         return len(self.over) > _MAX_CLOSED
 
     def drop(self, span: Span | None) -> None:
-        """Count nothing for a span that never ended."""
+        """Discard a span that never ended."""
         if span in self.open:
             self.open.remove(span)
 
@@ -403,8 +433,8 @@ class OpenSpans:
 
     def cut(self, step: int, apart: bool) -> None:
         """
-        Count the time of open spans in a row that ends. Of spans with the same name, the
-        outermost counts.
+        Count the time of open spans in a row that ends. Of spans with the same name, only the outermost
+        counts.
         """
         seen = set()
         for span in self.open:
@@ -414,7 +444,7 @@ class OpenSpans:
             span.times, span.foreign_ns = [0] * N_STAGES, 0
 
     def extend(self, step: int, apart: bool) -> None:
-        """End the row now: what was after its backward belongs to that (see `RowBuilder.extend`)."""
+        """End the row now. Time after its backward belongs to it (see `RowBuilder.extend`)."""
         for span in (*self.open, *self.over):
             span.times[BACKWARD] += span.times[POST_SYNC]
             span.times[POST_SYNC] = 0
@@ -422,13 +452,13 @@ class OpenSpans:
         self.hand_out(step, apart)
 
     def hand_out(self, step: int, apart: bool) -> None:
-        """Add the spans that are over to `sums`, for `step`. With `apart`, each one separately."""
+        """Add the finished spans to `sums`, for `step`. With `apart`, add each one separately."""
         for span in self.over:
             self._hand_out(span, step, apart)
         self.over = []
 
     def _hand_out(self, span: Span, step: int, apart: bool) -> None:
-        """Add what it took of the open row; it counts once in each stage it was in."""
+        """Add the time of a span in the open row. It counts once in each stage it was in."""
         name, group = self.sums.names[span.number], self.sums.groups[span.number]
         for stage, ns in enumerate(span.times):
             if ns:
@@ -440,9 +470,9 @@ class OpenSpans:
 
 class Partition:
     """
-    The open row: time (ns) per stage, and in the spans inside them, since the last sync exit.
+    The open row: time (ns) per stage since the last sync exit, and in the spans inside the stages.
 
-    Where a device's clock is read, `cuts` is the same row by the events at its marks; else None.
+    If a device's clock is read, `cuts` is the same row by the events at its marks, else None.
     """
 
     __slots__ = ("cuts", "event", "foreign_ns", "last", "spans", "stage", "times")
@@ -455,7 +485,7 @@ class Partition:
         self.forget(now)
 
     def forget(self, now: int) -> None:
-        """Begin an empty row now."""
+        """Begin an empty row at `now`."""
         self.times = [0] * N_STAGES
         self.foreign_ns = 0
         """Part of the time in `data` that was spent waiting for loaders that do not feed training, in ns."""
@@ -475,17 +505,17 @@ class Partition:
         self.stage = stage
 
     def reassign(self, stage: int, now: int) -> None:
-        """Count the time since the last mark as `stage`, and stay in it."""
+        """Count the time since the last mark as `stage`. The current stage does not change."""
         self.stage = stage
         self.to(stage, now)
 
     def pop(self) -> tuple[list[int], list[Cut]]:
-        """Return times and cuts of the row that ends with the last mark, and begin a new one."""
+        """Return times and cuts of the row that ends with the last mark, and begin a new row."""
         times, self.times, self.foreign_ns = self.times, [0] * N_STAGES, 0
         return times, self.cuts.pop() if self.cuts is not None else []
 
     def foreign(self, since: int, now: int) -> None:
-        """The data wait that just ended was for a loader that does not feed training."""
+        """Mark the data wait that just ended: its loader does not feed training."""
         self.foreign_ns += now - since
         for span in self.spans.running():
             span.foreign_ns += now - max(since, span.began)
@@ -493,15 +523,15 @@ class Partition:
             self.cuts.foreign()
 
     def commit(self) -> None:
-        """All data waits of this row were for loaders that feed training."""
+        """Mark all data waits of this row: their loaders feed training."""
         self.foreign_ns = 0
         if self.cuts is not None:
             self.cuts.commit()
 
     def reclassify(self, now: int) -> int:
         """
-        Count the time since sync exit, including data waits for foreign loaders, as `post_sync`: it was for
-        something else (an evaluation), not for this step. Return that time, in ns.
+        Count the time since sync exit, including data waits for foreign loaders, as `post_sync`. It was spent
+        on something else (an evaluation), not on this step. Returns that time, in ns.
         """
         self.to(POST_SYNC, now)
         self.spans.reclassify()
@@ -516,7 +546,7 @@ class Partition:
 
 
 class DataWaits:
-    """The wait for data that is open, and the loaders waited for since the last backward."""
+    """The open wait for data, and the loaders waited for since the last backward."""
 
     __slots__ = (
         *("before", "collated", "depth", "exhausted", "loader"),
@@ -525,7 +555,7 @@ class DataWaits:
 
     def __init__(self) -> None:
         self.named = (0, 0)
-        """The next wait's (loader, its workers), if it is not the loader of the last wait."""
+        """(loader, number of its workers) of the next wait, if it is not the loader of the last wait."""
         self.training: set[int] = set()
         """Ids of the loaders that feed training."""
         self.waited: set[int] = set()
@@ -541,13 +571,13 @@ class DataWaits:
         self.collated = 0
         """Time at which the samples of the batch were ready, if known."""
         self.before = self.resume = POST_SYNC
-        """The stage that the wait interrupted, and the one that follows it."""
+        """Stage that the wait interrupted, and stage that follows the wait."""
         self.waited.clear()
         self.exhausted = False
         """Whether a loader that feeds training was exhausted since the last backward."""
 
     def begin(self) -> bool:
-        """Begin a wait; False for a loader inside a loader."""
+        """Begin a wait. Returns False for a loader inside a loader."""
         self.depth += 1
         if self.depth > 1:
             return False
@@ -556,12 +586,12 @@ class DataWaits:
         return True
 
     def interrupt(self, stage: int) -> None:
-        """Note the stage in which the wait begins."""
+        """Record the stage in which the wait begins."""
         self.before = stage
         self.resume = FORWARD if stage == FORWARD else PREPARE
 
     def end(self) -> bool:
-        """End a wait; False for a loader inside a loader."""
+        """End a wait. Returns False for a loader inside a loader."""
         outermost = self.depth == 1
         self.depth = max(0, self.depth - 1)
         return outermost
@@ -578,7 +608,7 @@ class DataWaits:
 
 
 class StepSpans:
-    """Begins and ends spans in the open row, those that a script names among them; times are in ns."""
+    """Begins and ends spans in the open row, including those that a script names. Times are in ns."""
 
     __slots__ = ("_evaluated", "_partition", "_rows", "_spans", "evaluation", "optimizer")
 
@@ -593,7 +623,7 @@ class StepSpans:
         self.evaluation: Span | None = None
         self.optimizer: Span | None = None
         self._evaluated = False
-        """One of the row is over, handed out early or not."""
+        """Whether an evaluation in this row has ended, added to the sums early or not."""
 
     def extend(self) -> None:
         """End the row now: see `OpenSpans.extend`."""
@@ -601,7 +631,7 @@ class StepSpans:
         self._spans.extend(self._rows.step, self._rows.first)
 
     def hand_out(self) -> None:
-        """Count what spans took of a row that ends: those that are over, and those that are open."""
+        """Add the time of spans in a row that ends: of those that are over, and of those that are open."""
         self._evaluated = False
         if self._spans.open:
             self._spans.cut(self._rows.step, self._rows.first)
@@ -613,7 +643,7 @@ class StepSpans:
         return self._spans.begin(number, self._partition.stage, now)
 
     def end(self, number: int, size: int, now: int) -> bool:
-        """End the innermost span of this number that a script has named; False where there is none."""
+        """End the innermost span of this number that a script has named. Returns False if there is none."""
         for span in reversed(self._spans.open):
             if span.number == number and span not in (self.evaluation, self.optimizer):
                 span.size = size
@@ -626,7 +656,10 @@ class StepSpans:
             self._spans.hand_out(self._rows.step, self._rows.first)
 
     def begin_evaluation(self, reclassified_ns: int, now: int) -> None:
-        """Begin an evaluation. Its fetches took `reclassified_ns`, unless an earlier one has had it."""
+        """
+        Begin an evaluation. Its fetches took `reclassified_ns`, unless an earlier evaluation of the row
+        includes them.
+        """
         if self.evaluation is not None:
             return
         self.evaluation = self.begin(EVALUATION, now)
@@ -640,22 +673,25 @@ class StepSpans:
             self._evaluated = True
 
     def begin_optimizer(self, now: int) -> None:
-        """Begin an optimizer step; nothing counts of one that was announced (`GradScaler`) and never came."""
+        """Begin an optimizer step. An announced step (`GradScaler`) that never began is discarded."""
         self.drop_optimizer()
         self.optimizer = self.begin(OPTIMIZER, now)
 
     def drop_optimizer(self) -> None:
-        """Count nothing for the optimizer step that is open."""
+        """Discard the open optimizer step."""
         self._spans.drop(self.optimizer)
         self.optimizer = None
 
     def pause_optimizer(self, paused: bool = True) -> None:
-        """Count no time: a closure's, from its data or forward to the end of its backward."""
+        """
+        Pause or resume counting: the time of a closure, from its data or forward to the end of its backward,
+        does not count.
+        """
         if self.optimizer is not None:
             self.optimizer.paused = paused
 
     def end_optimizer(self, now: int) -> None:
-        """End the optimizer step; of one that is still paused nothing counts."""
+        """End the optimizer step. A step that is still paused is discarded."""
         if self.optimizer is not None:
             if self.optimizer.paused:
                 self._spans.drop(self.optimizer)
@@ -664,7 +700,7 @@ class StepSpans:
             self.optimizer = None
 
     def waited(self, data: DataWaits, since: int, now: int) -> None:
-        """Count a wait for data that feeds training: for workers, or for fetching and collating."""
+        """Count a wait for data that feeds training: as waiting for workers, or as fetching and collating."""
         if data.workers:
             self._add(WORKERS, now - since)
         elif data.collated > since:

@@ -1,9 +1,9 @@
 """
-The stacks of every thread of this process, asked for when the job hangs.
+Collects the stacks of all threads of this process, when the job hangs.
 
-Made by the agent's own thread, so a training thread that is stuck in a collective is no obstacle; one
-that holds the interpreter's lock is, and then no answer is the answer. No source files are read: the disk
-may be what hangs.
+The agent's thread does this, so a training thread that is stuck in a collective is no obstacle. A training
+thread that holds the GIL is: then there is no answer, and that is informative too. No source files are read,
+because the disk may be what hangs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 MAX_BYTES = 12_000
-"""Largest size of one event's text, in bytes: two of them and half a batch of rows fit into one batch."""
+"""Largest size of one event's text, in bytes. Two such texts and half a batch of rows fit into one batch."""
 MAX_FRAMES = 40
 MAX_THREADS = 64
 _OURS = str(Path(__file__).parents[1])
@@ -37,14 +37,14 @@ _WRAPPERS = {"wrapper", "wrapped"}
 
 def event(owner: int | None, opened: wire.OpenStage, dump: str) -> wire.Event:
     """
-    Return event `stacks`: all threads' stacks as text, the thread `owner` first.
+    Return the event `stacks`: the stacks of all threads as text, the thread `owner` first.
 
-    `data` has `dump` (`of`, what asked for it), `where` the training thread is in the user's own code
-    (`evaluate (train.py:88)`), and the `call` of torch.distributed that it waits in, where it does.
+    `data` has `dump` (the id of the request), `where` the training thread is in the user's code (`evaluate
+    (train.py:88)`), and, if it waits in torch.distributed, the `call` in which it waits.
     """
     frames = _current_frames()
     frames.pop(threading.get_ident(), None)
-    # Not `threading.enumerate`, which takes a lock that may never be released.
+    # `threading.enumerate` is not used: it takes a lock that may never be released.
     known = {ident: thread.name for ident, thread in dict(vars(threading).get("_active", {})).items()}
     owner = owner if owner in frames else threading.main_thread().ident
     order = sorted(frames, key=lambda ident: (ident != owner, ident))[:MAX_THREADS]
@@ -62,9 +62,10 @@ def event(owner: int | None, opened: wire.OpenStage, dump: str) -> wire.Event:
 
 def _current_frames() -> dict[int, FrameType]:
     """
-    Return each thread's frame, without a garbage collection meanwhile.
+    Return the frame of each thread, without a garbage collection in between.
 
-    Before Python 3.11.9 one deadlocks the process there (https://github.com/python/cpython/issues/106883).
+    Before Python 3.11.9 a garbage collection there deadlocks the process
+    (https://github.com/python/cpython/issues/106883).
     """
     collects = gc.isenabled()
     gc.disable()
@@ -77,10 +78,11 @@ def _current_frames() -> dict[int, FrameType]:
 
 def flight_recorder(opened: wire.OpenStage, dump_id: str) -> wire.Event | None:
     """
-    Return event `flight_recorder`: the collectives that torch has under way, None where it keeps none.
+    Return the event `flight_recorder`: the collectives that torch has in progress. None if torch records
+    none.
 
-    `data` has the oldest of them: `pending` (its name), `pending_seq` (its number in its group) and
-    `pending_ns` (for how long), or none of these when nothing is under way.
+    `data` describes the oldest of them: `pending` (its name), `pending_seq` (its number in its group) and
+    `pending_ns` (its age in ns). These keys are missing if no collective is in progress.
     """
     if "torch.distributed" not in sys.modules:
         return None
@@ -89,8 +91,8 @@ def flight_recorder(opened: wire.OpenStage, dump_id: str) -> wire.Event | None:
         dump: Callable[..., bytes] | None = getattr(module, name, None)
         if dump is None:
             continue
-        record = json.loads(dump(True, True))  # collectives, only those that are active
-        # Of gloo's, those that are over are only known to be retired.
+        record = json.loads(dump(True, True))  # with collectives; only active ones
+        # Of gloo's finished collectives it is only known that they are retired.
         entries = [entry for entry in record.get("entries", ()) if not entry.get("retired")]
         if "entries" in record:
             data = {"dump": dump_id, "by": name, **_pending(entries, time.time_ns())}
@@ -101,7 +103,10 @@ def flight_recorder(opened: wire.OpenStage, dump_id: str) -> wire.Event | None:
 
 
 def _pending(entries: list[dict[str, Any]], now_ns: int) -> dict[str, codec.Value]:
-    """Return the oldest collective under way: its name and group, its number in the group, its age."""
+    """
+    Return the oldest collective in progress: its name and group, its number in the group, its
+    age in ns.
+    """
     if not entries:
         return {}
     oldest = min(entries, key=lambda entry: int(entry["time_created_ns"]))
@@ -116,8 +121,8 @@ def _pending(entries: list[dict[str, Any]], now_ns: int) -> dict[str, codec.Valu
 
 def place(frame: FrameType) -> tuple[str | None, str | None]:
     """
-    Return (where in the user's code, in which function of torch.distributed) a stack ends; None where
-    it is in neither.
+    Return (place in the user's code, function of torch.distributed) at which a stack ends. None for a part
+    that does not apply.
     """
     call = None
     for one in _inner_first(frame):

@@ -1,9 +1,9 @@
 """
-What marks mean: which stage the training thread is in, and when a row is whole; what is known of how this
-rank exchanges gradients with its peers.
+The state machine of a step: what marks mean, which stage the training thread is in, and when a row is
+complete.
 
-Rows are cut at sync exit: a backward that ends leaves its row pending (see `rows`), and what happens after
-it already counts for the next row.
+It also holds what is known about how this rank exchanges gradients with its peers. Rows end at sync exit: a
+backward that ends leaves its row pending (see `rows`), and time after it already counts for the next row.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ from traceml_ray.stages import (
 from traceml_ray.wire.messages import OpenStage
 
 STREAMED = "exchanged on a device"
-"""Why waits are not seen, where only the device's own clock shows them."""
+"""Reason why waits are not seen: only the device's own clock shows them."""
 
 
 class GradientExchange:
-    """Set by the patches of DDP, FSDP and others; read where rows are cut and flagged."""
+    """
+    How this rank exchanges gradients. The patches of DDP, FSDP and others set it; it is read where rows are
+    ended and flagged.
+    """
 
     __slots__ = (
         *("_clocked", "_seen", "_sharded", "bracketed", "inseparable", "inferred", "on_device", "peers"),
@@ -44,48 +47,51 @@ class GradientExchange:
 
     def __init__(self) -> None:
         self.peers: Callable[[], bool] | None = None
-        """Whether the backward that ends now exchanges gradients. None: there are no peers."""
+        """Returns whether the backward that ends now exchanges gradients. None: there are no peers."""
         self.reasons: set[str] = set()
-        """Why waits for peers inside forward and backward cannot be told apart."""
+        """Reasons why waits for peers inside forward and backward cannot be separated from work."""
         self.inseparable = False
-        """Whether waits inside forward and backward cannot be told apart from work."""
+        """Whether waits inside forward and backward cannot be separated from work."""
         self.several = False
-        """Whether some step has had several backwards that exchanged gradients, or may have."""
+        """Whether some step has had, or may have had, several backwards that exchanged gradients."""
         self.inferred = False
         """
-        Whether rows are cut where a reduction ended, because nothing else shows where gradients are
-        exchanged.
+        Whether rows end where a reduction ended, because nothing else shows where gradients
+        are exchanged.
         """
         self.on_device = False
-        """Whether such a reduction ran on a device: then its waits are not on the clock of the rows."""
+        """Whether such a reduction ran on a device. Then its waits are not on the clock of the rows."""
         self.bracketed = 0
         """Number of functions whose waits on a device have marks."""
         self.roles = False
         """
-        Ranks wait for others that do other work (stages of a pipeline, tensor-parallel ranks), and their rows
-        show it: these waits are told apart from the exchange of gradients.
+        Whether ranks wait for others that do other work (stages of a pipeline, tensor-parallel ranks) and
+        their rows show it. These waits are separated from the exchange of gradients.
         """
         self._seen: set[str] = set()
         self._sharded = False
         self._clocked = False
 
     def couple(self, reason: str) -> None:
-        """Note why waits are not seen."""
+        """Record why waits are not seen."""
         self.reasons.add(reason)
         self._decide()
 
     def see(self, reason: str) -> None:
-        """Note why ranks wait for others that do other work, where the CPU's clock shows these waits."""
+        """Record why ranks wait for others that do other work, if the CPU's clock shows these waits."""
         self._seen.add(reason)
         self._decide()
 
     def shard(self) -> None:
-        """FSDP waits for this rank's peers inside forward and backward, too: waits are of two kinds there."""
+        """
+        Record that FSDP waits for this rank's peers inside forward and backward, too: there are two kinds of
+        waits there.
+        """
         self._sharded = True
         self._decide()
 
     def clock(self, on: bool) -> None:
-        """Rows are taken from the device's clock from here on, or no longer."""
+        """Record whether rows are timed on the device's clock from now on."""
         self._clocked = on
         self._decide()
 
@@ -96,12 +102,12 @@ class GradientExchange:
 
     @property
     def streamed(self) -> bool:
-        """Waits are on a device's streams, so a row on the CPU's clock does not show them."""
+        """Whether waits are on a device's streams, so that a row on the CPU's clock does not show them."""
         return STREAMED in self.reasons
 
 
 class Steps:
-    """The state machine of one process; `apply` takes its marks in order, under the lock of the log."""
+    """The state machine of one process. `apply` processes its marks in order, under the lock of the log."""
 
     __slots__ = (
         *("_apart_ns", "_before_sync", "_data", "_exchange", "_own", "_reduced_inside", "_reduces_in_step"),
@@ -115,21 +121,21 @@ class Steps:
         self.partition = Partition(self.spans, now)
         self.rows = RowBuilder(ring)
         self.manual = False
-        """Steps are cut by `trace_step`, not by the optimizer."""
+        """Whether `trace_step` ends the steps, instead of the optimizer."""
         self._exchange = exchange
         self._data = DataWaits()
         self.work = WorkSums(self._data)
         self._own = StepSpans(self.partition, self.rows)
         self._reduces_in_step = False
-        """The optimizer reduces gradients in its `step`."""
+        """Whether the optimizer reduces gradients in its `step`."""
         self.optimizer = 0
-        """A number of the optimizer that steps, or has last; 0 is not known."""
+        """Number of the optimizer that steps now or stepped last. 0 is unknown."""
         self.forget(now)
 
     def forget(self, now: int) -> None:
-        """Forget the open row; the next one is a first row again."""
+        """Forget the open row. The next row is a first row again."""
         self.now = now
-        """The time of the mark that is being understood."""
+        """Time of the mark that is being applied."""
         self.size = 0
         """Bytes that the span which ends next has moved."""
         self.partition.forget(now)
@@ -137,15 +143,21 @@ class Steps:
         self._data.forget()
         self._own.forget()
         self._split = self._reduced_inside = self._step_in_backward = False
-        """Of the backward that is open: own gradients are done, a reduction ended, an optimizer stepped."""
+        """
+        State of the open backward: own gradients are done; a reduction ended in it; an optimizer stepped in
+        it.
+        """
         self._scaling = False
-        """A `GradScaler` step has begun, and no optimizer in it."""
+        """Whether a `GradScaler` step has begun and no optimizer has stepped in it yet."""
         self._before_sync: list[int] = []
         self._apart_ns = 0
-        """What of the open row's `sync_wait` was over when this rank's own gradients were done."""
+        """
+        Part of the open row's `sync_wait` that was over when this rank's own gradients were
+        done, in ns.
+        """
 
     def apply(self, mark: int, now: int) -> None:
-        """Do what `mark` means, at the time `now`."""
+        """Apply `mark`, made at the time `now`."""
         self.now = now
         if mark < marks.SPANS:
             _MEANING[mark](self)
@@ -158,7 +170,7 @@ class Steps:
     # -- data ----------------------------------------------------------------------------------
 
     def wait_for(self, loader: int, workers: int) -> None:
-        """Note whom the next DATA_BEGIN waits for: the id of a loader and the number of its workers."""
+        """Record what the next DATA_BEGIN waits for: the id of a loader and the number of its workers."""
         self._data.named = loader, workers
 
     def _data_begin(self) -> None:
@@ -172,7 +184,7 @@ class Steps:
         self._own.pause_optimizer()
 
     def _train_again(self) -> None:
-        """End the evaluation, if there was one; where the root was not called, its fetches show it."""
+        """End the evaluation, if there was one. If the root was not called in it, its fetches show it."""
         reclassified_ns = 0 if self._data.waited <= self._data.training else self._reclassify()
         if reclassified_ns:
             self._own.begin_evaluation(reclassified_ns, self.now)
@@ -193,13 +205,13 @@ class Steps:
                 self.partition.foreign(since, self.now)
 
     def _data_exhausted(self) -> None:
-        """It was no wait of this step."""
+        """Cancel the wait: it does not belong to this step."""
         if self._data.end():
             self._data.exhausted = self._data.exhausted or self._data.feeds_training()
             self.partition.reassign(self._data.before, self.now)
 
     def _collated(self) -> None:
-        """The samples of a batch are there; what follows inside the wait puts them together."""
+        """The samples of a batch are ready. The rest of the wait collates them."""
         if self._data.depth == 1:
             self._data.collated = self.now
 
@@ -213,10 +225,11 @@ class Steps:
 
     def _eval_mode_forward_begin(self) -> None:
         """
-        Of a module in eval mode, with gradients: frozen layers are trained like that, and some evaluate so.
+        Handle a forward of a module in eval mode with gradients. Frozen layers are trained like that, and
+        some scripts evaluate so.
 
-        It is no forward of a step where the step's data has not come yet. Where another loader's has, it is
-        known later who that was for (see `_train_again`).
+        It is not a forward of a step if the step's data has not arrived yet. If data of another loader has
+        arrived, it is decided later what that data was for (see `_train_again`).
         """
         if self._data.training and self.rows.pending is None and not self.partition.times[DATA]:
             self._no_grad_forward_begin()
@@ -224,7 +237,7 @@ class Steps:
             self._forward_begin()
 
     def _no_grad_forward_begin(self) -> None:
-        """It is an evaluation, or a summary of the model that is printed."""
+        """Handle a forward without gradients: an evaluation, or a summary of the model that is printed."""
         self._own.begin_evaluation(0 if self._data.feeds_training() else self._reclassify(), self.now)
 
     # -- backward ------------------------------------------------------------------------------
@@ -243,7 +256,10 @@ class Steps:
         self._own.pause_optimizer()
 
     def _hold_batch(self) -> None:
-        """A loader that feeds training was waited for, also where it had no more: one batch is held back."""
+        """
+        Record a wait for a loader that feeds training, even for an exhausted one: a script may hold back one
+        batch.
+        """
         self.rows.note_batch()
         self._data.exhausted = False
         if self._data.waited:
@@ -251,7 +267,10 @@ class Steps:
             self.partition.commit()
 
     def _reopen(self) -> None:
-        """Another backward before an optimizer step: a synced one is a segment, others go on."""
+        """
+        Handle another backward before an optimizer step. A row that exchanged gradients is a segment; other
+        rows continue.
+        """
         if self.rows.synced:
             self._exchange.several = True
             self.rows.close_segment()
@@ -262,7 +281,7 @@ class Steps:
                 self.partition.cuts.list[:0] = cuts
 
     def _gradients_done(self) -> None:
-        """What follows inside the backward is waiting."""
+        """Count the rest of the backward as waiting."""
         if self.rows.depth:
             self._to(SYNC_WAIT)
             self._split = True
@@ -278,7 +297,7 @@ class Steps:
             self._end_row(synced=True)
 
     def _backward_over(self) -> bool:
-        """A backward is over; return whether it is the outermost one."""
+        """Handle the end of a backward. Returns whether it is the outermost one."""
         rows = self.rows
         if rows.depth != 1:
             rows.depth = max(0, rows.depth - 1)
@@ -320,9 +339,11 @@ class Steps:
 
     def _reduced(self) -> None:
         """
-        Between a backward and the optimizer, or inside either, it is taken for the exchange of gradients.
+        Treat a reduction as the exchange of gradients if it is between a backward and the optimizer, or
+        inside either.
 
-        The pending row then ends here. One whose optimizer reduces in its `step` is closed when that is over.
+        The pending row then ends here. If the optimizer reduces in its `step`, the row is closed when the
+        step is over.
         """
         if self._exchange.peers is not None:
             return
@@ -337,7 +358,10 @@ class Steps:
             self._infer()
 
     def _extend(self) -> None:
-        """The pending row goes on until now; what is no wait is work on gradients, so it is `backward`."""
+        """
+        Extend the pending row until now. Time that is not waiting is work on gradients, so it counts as
+        `backward`.
+        """
         self._to(self.partition.stage)
         times, cuts = self.partition.pop()
         times[BACKWARD] += times[POST_SYNC]
@@ -355,7 +379,7 @@ class Steps:
     # -- what closes a row -----------------------------------------------------------------------
 
     def step_in_backward(self) -> bool:
-        """Note an optimizer step that begins now; return whether that is inside a backward."""
+        """Record an optimizer step that begins now. Returns whether it is inside a backward."""
         self._step_in_backward = self._step_in_backward or self.rows.depth > 0
         return self.rows.depth > 0
 
@@ -364,7 +388,10 @@ class Steps:
         self._scaling = True
 
     def _end_skipped(self) -> None:
-        """GradScaler has called no optimizer: where that is what exchanges, the row is still pending."""
+        """
+        Handle a GradScaler step that called no optimizer. If the optimizer is what exchanges gradients, the
+        row is still pending.
+        """
         self._scaling = False
         self._own.drop_optimizer()
         self._close_step()
@@ -379,7 +406,8 @@ class Steps:
 
     def _closure_begin(self) -> None:
         self._begin_optimizer()
-        if self.partition.stage != POST_SYNC:  # the data of this step is there: the closure is what uses it
+        # the data of this step has arrived: the closure is what uses it
+        if self.partition.stage != POST_SYNC:
             self._own.pause_optimizer()
 
     def _begin_optimizer(self) -> None:
@@ -388,14 +416,14 @@ class Steps:
         self._own.begin_optimizer(self.now)
 
     def _optimizer_end(self) -> None:
-        """Backwards that ran inside the optimizer (LBFGS) are its row."""
+        """End an optimizer step. Backwards that ran inside it (LBFGS) belong to its row."""
         self._own.end_optimizer(self.now)
         self.rows.stepped = True
         if not self.rows.depth:
             self._close_step()
 
     def close_traced(self, now: int) -> None:
-        """End of a `trace_step`: its last backward closes the row, else the row ends here."""
+        """End a `trace_step`. Its last backward closes the row; without a backward the row ends here."""
         self.now, self.manual = now, False
         if self.rows.pending is None:
             self._to(POST_SYNC)
@@ -403,7 +431,7 @@ class Steps:
         self.rows.close_step(traced=True)
 
     def _close_step(self) -> None:
-        """Close the pending row, if there is one, unless `trace_step` does."""
+        """Close the pending row, if there is one, unless `trace_step` closes rows."""
         if self.rows.pending is not None and not self.manual:
             self.rows.close_step(self.optimizer)
 
@@ -417,7 +445,7 @@ class Steps:
             self.size = 0
 
     def hand_out_tail(self) -> None:
-        """Count the spans of the tail, which is in no row: each by itself."""
+        """Count the spans of the tail, which belongs to no row, each separately."""
         self.spans.hand_out(self.rows.step, apart=True)
 
     # -- on a device's clock -------------------------------------------------------------------------
@@ -428,13 +456,13 @@ class Steps:
         self._sync_begin()
 
     def use(self, device: DeviceClock | None) -> None:
-        """From here on pass rows through `device`; None: no longer."""
+        """Pass rows through `device` from now on. None: no longer."""
         self._exchange.clock(device is not None)
         self.rows.device, self.rows.cuts = device, []
         self.partition.cuts = None if device is None else Cuts()
 
     def open_cuts(self) -> list[Cut]:
-        """Return the cuts of the row that is pending or open, and an empty one at the newest mark."""
+        """Return the cuts of the row that is pending or open, with an empty cut at the newest mark."""
         cuts = self.partition.cuts
         return [] if cuts is None else [*self.rows.cuts, *cuts.list, Cut(POST_SYNC, cuts.last, cuts.last)]
 
@@ -443,8 +471,8 @@ class Steps:
     @property
     def current_step(self) -> int:
         """
-        The step that the training thread is in. Between an optimizer step and what the next step begins with
-        (its data, or its forward) that is the one before, also in an evaluation.
+        The current step of the training thread. Between an optimizer step and the begin of the next step (its
+        data, or its forward) this is the step before, also during an evaluation.
         """
         rows, part = self.rows, self.partition
         open_already = rows.pending is not None or rows.depth or rows.goes_on
@@ -456,13 +484,13 @@ class Steps:
         return rows.step
 
     def open_stage(self, now: int) -> OpenStage:
-        """Return what the training thread is in."""
+        """Return the stage that the training thread is in."""
         part = None if self._own.evaluation is None else "evaluation"
         open_ns = max(0, now - self.partition.last)
         return OpenStage(self.rows.step, self.partition.stage, open_ns, part, self.spans.innermost_ns(now))
 
     def tail_ns(self, now: int) -> int:
-        """Return the time since the last sync exit, which belongs to no row."""
+        """Return the time since the last sync exit, in ns. It belongs to no row."""
         return sum(self.partition.times) + max(0, now - self.partition.last)
 
 

@@ -1,14 +1,16 @@
 """
-torch's profiler, turned on and off by the training thread, its trace written by another.
+Controls torch's profiler. The training thread turns it on and off; another thread writes the trace.
 
-It is used below `torch.profiler.profile`, whose `stop` may parse all events in Python, on the thread that
-trains. A process has one profiler at a time, and the script's own wins: ours then ends at once, with nothing.
-A line of a C library is kept out of stderr, where that library has no switch for it.
+The code uses the layer below `torch.profiler.profile`, whose `stop` may parse all events in Python on the
+training thread. A process has one profiler at a time, and the script's own profiler has priority: ours then
+ends immediately, without a result. One line that a C library prints is kept out of stderr, because that
+library has no switch for it.
 
-For jobs on torch.distributed.rpc it runs on all threads of a process: what another worker asks for runs on
-threads of the RPC agent. Turning it off frees what other threads may just be writing to: where they run
-operations all the time, the process crashes in one of some ten times. So it first stops to record, which lets
-them end the operations that they are in, and is turned off `GRACE_S` later, by a thread that does not train.
+For jobs on torch.distributed.rpc the profiler records all threads of a process, because requests of other
+workers run on threads of the RPC agent. Turning the profiler off frees memory that other threads may be
+writing to. If they run operations all the time, the process crashes in about one of ten cases. So recording
+stops first, which lets threads finish their current operations. `GRACE_S` later a thread that does not train
+turns the profiler off.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ _UNBUFFERED = 2
 @contextlib.contextmanager
 def without_line(part: bytes) -> Iterator[None]:
     """
-    Keep lines with `part` in them out of what C code prints to `stderr` in this block; what else it prints is
-    printed at the end of the block. Where that cannot be done, nothing is kept out.
+    Keep lines that contain `part` out of what C code prints to `stderr` in this block.
 
-    Only C's variable `stderr` is another one meanwhile, which the GNU C library allows. File descriptor 2 is
-    left as it is: Python, children of this process and handlers of signals write there as always.
+    Everything else is printed at the end of the block. If this is not possible, nothing is kept out. Only C's
+    variable `stderr` is replaced, which the GNU C library allows. File descriptor 2 is not changed: Python,
+    child processes and signal handlers write there as always.
     """
     try:
         variable = ctypes.c_void_p.in_dll(ctypes.CDLL(None), "stderr")
@@ -58,8 +60,10 @@ def without_line(part: bytes) -> Iterator[None]:
 
 def _memory_file() -> tuple[int, int]:
     """
-    Return the descriptor of a file in memory, and a C `FILE *` that writes to it. It is never closed: another
-    thread may have taken it for `stderr` just before the end of the block. Raises OSError.
+    Return the descriptor of a file in memory, and a C `FILE *` that writes to it.
+
+    The file is never closed: another thread may have read it as `stderr` just before the end of the block.
+    Raises OSError.
     """
     fd = os.memfd_create("traceml-stderr", os.MFD_CLOEXEC)
     library = ctypes.CDLL(None, use_errno=True)
@@ -74,21 +78,24 @@ def _memory_file() -> tuple[int, int]:
 
 _LOG = "KINETO_LOG_LEVEL"
 _SILENT = "99"
-"""Its library writes two lines to stderr each time; it reads this once."""
+"""
+Log level that silences the library. At other levels it writes two lines to stderr each time. It reads the
+level once.
+"""
 
 _REGISTERED = b"External init callback must run in same thread as registerClient"
 """
-Kineto prints this as an error where another thread than the one that has loaded torch starts the first
-profiler of the process: a worker of Ray Train trains in a thread of its own. It then leaves out a call that
-does nothing, except for MTIA devices.
+Kineto prints this as an error if the first profiler of the process is started by another thread than the one
+that loaded torch. A worker of Ray Train does, because it trains in a thread of its own. Kineto then skips a
+call that only matters for MTIA devices.
 """
 _started = False
-"""A profiler of ours has been started in this process."""
+"""Whether a profiler of ours has been started in this process."""
 
 WAIT_S = 60.0
 """
-How long another thread that starts a profiler waits for the end of ours, which only the thread that trains
-can bring, after its step. Were both on, turning ours off would crash the process.
+Longest time in s that another thread which starts a profiler waits for ours to end. Only the training thread
+can end ours, after its step. If both were on, turning ours off would crash the process.
 """
 
 
@@ -98,15 +105,15 @@ class ProfilerBusyError(RuntimeError):
 
 class TorchProfiler:
     """
-    One recording. `start` and `stop` are called by the thread that trains; torch must be imported.
+    One recording. The training thread calls `start` and `stop`. torch must be imported.
 
     Args:
-        memory, stacks, shapes: what else is recorded.
-        gave_way: called when the script has started a profiler of its own meanwhile.
+        memory, stacks, shapes: what is recorded in addition.
+        gave_way: called if the script has started its own profiler meanwhile.
     """
 
     any_thread_stops = False
-    """Whether any thread may `drop` what is recorded, or only the one that has started."""
+    """Whether any thread may `drop` the recording, or only the thread that started it."""
 
     def __init__(self, memory: bool, stacks: bool, shapes: bool, gave_way: Callable[[], object]) -> None:
         self._options: dict[str, Any] = {
@@ -115,20 +122,20 @@ class TorchProfiler:
             "record_shapes": shapes,
         }
         self.cannot = ""
-        """Why it cannot record what is wanted."""
+        """Why the profiler cannot record what was requested. Empty if it can."""
         self._gave_way = gave_way
         self._thread = 0
         self._lost = False
-        """Another profiler takes the place of ours, which has nothing to save."""
+        """Whether another profiler has replaced ours, which then has nothing to save."""
         self._is_off = Event()
         self._too_late = False
-        """Another one is on already."""
+        """Whether another profiler was already on."""
         self._undo: Callable[[], None] = lambda: None
         self._device: Any = None
         self._result: Any = None
 
     def start(self) -> None:
-        """Start to record on this thread. Raises `ProfilerBusyError`, and whatever torch does."""
+        """Start recording on this thread. Raises `ProfilerBusyError`, and whatever torch raises."""
         torch, profiler = torch_and_profiler()
         if getattr(profiler, "_is_profiler_enabled", False) or torch.autograd._profiler_enabled():
             raise ProfilerBusyError("a profiler is on already")
@@ -154,7 +161,7 @@ class TorchProfiler:
                 os.environ.pop(_LOG, None)
 
     def _watch(self, profile: Any) -> Callable[[Any], object]:
-        """Have the start of any other profiler end this one first; return what starts ours."""
+        """Make the start of any other profiler end this one first. Returns the function that starts ours."""
         original = profile._prepare_trace
 
         def prepare_trace(other: Any, *args: Any, **kwargs: Any) -> Any:
@@ -179,12 +186,12 @@ class TorchProfiler:
                 self._too_late = not self._is_off.wait(WAIT_S)
 
     def stop(self) -> bool:
-        """Stop to record; return whether there is something to save. On the thread that has started it."""
+        """Stop recording. Returns whether there is something to save. Runs on the thread that started it."""
         if not self._thread:
             return False
         try:
             if not self._lost and self._device is not None:
-                self._device.synchronize()  # what was launched in these steps belongs to them
+                self._device.synchronize()  # kernels launched in these steps belong to them
         finally:
             self._disable()
         return not self._lost
@@ -200,10 +207,10 @@ class TorchProfiler:
 
     def forked(self) -> None:
         """
-        In a child of this process, which has only the thread that forked: stop to record in it.
+        In a forked child of this process, which has only the forking thread: stop recording.
 
-        Kineto is not called, as the ends of a profile call it: threads that are gone may hold its locks, and
-        CUPTI does not work after a fork.
+        Kineto is not called, as the usual end of a profile would: threads that no longer exist may hold its
+        locks, and CUPTI does not work after a fork.
         """
         thread, self._thread = self._thread, 0
         self._undo()
@@ -213,23 +220,29 @@ class TorchProfiler:
             self._discard(thread)
 
     def _discard(self, thread: int) -> None:
-        """Take the profiler off this thread, where `thread` has turned it on, with all that is recorded."""
+        """
+        Remove the profiler from this thread, where `thread` turned it on, and discard
+        everything recorded.
+        """
         if thread == get_ident():
             _autograd = torch_and_profiler()[0]._C._autograd
             _autograd._disable_profiler_legacy(_autograd._ProfilerDisableOptions(True, False))
             if self._options["with_stack"]:
-                sys.setprofile(None)  # torch's own, which it would have replaced
+                sys.setprofile(None)  # torch's own function, which the usual end would have replaced
 
     def is_complete(self) -> bool:
-        """Return whether it may be saved."""
+        """Return whether the recording can be saved."""
         return True
 
     def drop(self) -> None:
-        """Let go of what was recorded."""
+        """Discard the recording."""
         self._result = None
 
     def save(self, path: Path) -> None:
-        """Write the trace, and let go of it; no Python of this process runs meanwhile. Any thread may."""
+        """
+        Write the trace and discard the recording. No Python code of this process runs meanwhile. Any thread
+        may call this.
+        """
         result, self._result = self._result, None
         if result is None or self._lost:  # torch would crash
             raise ProfilerBusyError("there is nothing to save")
@@ -238,10 +251,10 @@ class TorchProfiler:
 
 @contextlib.contextmanager
 def _first_start() -> Iterator[None]:
-    """Keep the line that is no error of the script's out of its stderr; it is printed once in a process."""
+    """Keep Kineto's harmless error line (see `_REGISTERED`) out of stderr. It is printed once per process."""
     global _started
     first, _started = not _started, True
-    # Torch is loaded by the main thread, nearly always.
+    # Nearly always the main thread loads torch.
     quiet = first and threading.current_thread() is not threading.main_thread()
     with without_line(_REGISTERED) if quiet else contextlib.nullcontext():
         yield
@@ -256,25 +269,28 @@ def torch_and_profiler() -> tuple[Any, Any]:
 
 
 GRACE_S = 0.4
-"""Far longer than an operation takes, also where its thread has to wait for a core."""
+"""
+Time to let operations finish, in s. It is far longer than an operation takes, even if its thread waits for a
+core.
+"""
 
 
 class CannotRecordError(RuntimeError):
-    """It cannot be recorded now; the message says why."""
+    """Recording is not possible now. The message says why."""
 
 
 class AllThreadsProfiler(TorchProfiler):
     """
-    One recording. Any thread may call `start`, `stop` and `save`; memory is not recorded.
+    One recording of all threads. Any thread may call `start`, `stop` and `save`. Memory is not recorded.
 
     Args:
         memory, stacks, shapes, gave_way: see `TorchProfiler`.
-        calls: gives names to calls while they are recorded.
+        calls: names RPC calls while they are recorded.
     """
 
     any_thread_stops = True
     _last: ClassVar[AllThreadsProfiler | None] = None
-    """The one that may not have been turned off yet."""
+    """The newest recording, which may not have been turned off yet."""
 
     def __init__(
         self, memory: bool, stacks: bool, shapes: bool, gave_way: Callable[[], object], calls: RpcCalls
@@ -288,19 +304,19 @@ class AllThreadsProfiler(TorchProfiler):
         self._stopped_s: float | None = None
 
     def start(self) -> None:
-        """Start to record, as `TorchProfiler.start`."""
+        """Start recording, as `TorchProfiler.start`."""
         before = AllThreadsProfiler._last
         if before is not None:
             before._end()
-        if self._calls.recorded_run:  # their end would be written to what is gone
+        if self._calls.recorded_run:  # their ends would be written to freed memory
             raise CannotRecordError("a call that an earlier profile has recorded still runs")
-        with self._lock:  # which another thread that ends it waits for
+        with self._lock:  # a thread that ends the recording waits for this lock
             super().start()
             AllThreadsProfiler._last = self
             self._calls.recording = True
 
     def stop(self) -> bool:
-        """Stop to record; return whether there is something to save, once it is complete."""
+        """Stop recording. Returns whether there is something to save, once `is_complete`."""
         if not self._thread:
             return False
         if self._stopped_s is None:
@@ -313,19 +329,19 @@ class AllThreadsProfiler(TorchProfiler):
         return not self._lost
 
     def is_complete(self) -> bool:
-        """Return whether all threads have ended the operations that are recorded."""
+        """Return whether all threads have finished the operations that are recorded."""
         return self._stopped_s is None or time.monotonic() - self._stopped_s >= GRACE_S
 
     def save(self, path: Path) -> None:
-        """Turn it off, write the trace, and let go of it."""
+        """Turn the profiler off, write the trace, and discard the recording."""
         self._end()
         super().save(path)
 
     def drop(self) -> None:
-        """Let go of what was recorded; returns at once."""
+        """Discard the recording. Returns immediately."""
         if self._thread:
             self.stop()
-            with contextlib.suppress(RuntimeError):  # the process ends
+            with contextlib.suppress(RuntimeError):  # raised when the process is ending
                 threading.Thread(target=self._end, name="traceml-profiler", daemon=True).start()
 
     def _yield(self) -> None:
@@ -335,7 +351,7 @@ class AllThreadsProfiler(TorchProfiler):
             self._end()
 
     def _discard(self, thread: int) -> None:
-        """Take the profiler off all threads."""
+        """Turn the profiler off for all threads."""
         self._calls.recording, AllThreadsProfiler._last = False, None
         if self._stopped_s is None:
             _, profiler = torch_and_profiler()
@@ -343,7 +359,7 @@ class AllThreadsProfiler(TorchProfiler):
                 profiler._toggle_collection_dynamic(False, {_cpu()})
 
     def _end(self) -> None:
-        """Turn it off; waits until that is safe."""
+        """Turn the profiler off. Waits until that is safe."""
         with self._lock:
             if self._thread:
                 self.stop()
@@ -354,7 +370,7 @@ class AllThreadsProfiler(TorchProfiler):
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Keep out what torch prints to stderr; only for a process that has no other thread."""
+    """Suppress what torch prints to stderr. Only for a process without other threads."""
     kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, 2)
@@ -387,7 +403,7 @@ def _cpu() -> Any:
 
 
 def _activities() -> set[Any]:
-    """Return all kinds: torch warns where only some of them are stopped."""
+    """Return all kinds of activities: torch warns if only some of them are stopped."""
     from torch.profiler import ProfilerActivity
 
     return {ProfilerActivity.CPU, ProfilerActivity.CUDA, ProfilerActivity.XPU}

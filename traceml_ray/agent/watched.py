@@ -1,4 +1,7 @@
-"""What `traceml_ray.watch` returns: in all but its iteration the iterable that it was given."""
+"""
+Implements the object that `traceml_ray.watch` returns. It behaves like the given iterable in everything but
+iteration.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ _BY_TYPE = (
 
 class _Watched:
     """
-    Iterates over its source with each wait counted as `data`; whatever else is asked of it, that answers.
+    Iterates over its source and counts each wait as `data`. It forwards everything else to the source.
 
-    It has the source's length, items and attributes, passes for one of its type (`isinstance`), can be
-    iterated as often, and is copied and pickled with it. Its type makes others of the source's: frameworks
-    build a loader anew, by `type(loader)(…)`.
+    It has the source's length, items and attributes, passes `isinstance` checks for the source's type, can be
+    iterated as often, and is copied and pickled with the source. Its type creates objects like the source's
+    type does: frameworks build a loader anew with `type(loader)(…)`.
     """
 
     __slots__ = ("__weakref__", "_traceml_source")
@@ -63,7 +66,7 @@ class _Watched:
 
 
 class _WatchedIterator(_Watched):
-    """Of an iterator: one itself."""
+    """Wraps an iterator, and is an iterator itself."""
 
     __slots__ = ()
 
@@ -76,7 +79,10 @@ class _WatchedIterator(_Watched):
 
 
 def watched(iterable: Any) -> Any:
-    """Return `iterable` with its waits counted, itself where they are; see `traceml_ray.watch`."""
+    """
+    Return `iterable` with its waits counted. Returns it unchanged if they are already; see
+    `traceml_ray.watch`.
+    """
     if _is_timed(iterable):
         return iterable
     proxy: Any = object.__new__(_kind(type(iterable)))  # type: ignore[arg-type]
@@ -96,12 +102,13 @@ def _is_timed(iterable: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _kind(source: type) -> type:
-    """Return the class for sources of that type: Python asks for some methods of the type alone."""
+    """Return the wrapper class for sources of that type: Python looks up some methods only on the type."""
 
     def asks(name: str) -> Callable[..., Any]:
         return uncounted(lambda self, *given, **named: getattr(_source(self), name)(*given, **named))
 
-    names = {name for cls in source.__mro__ for name in vars(cls)}  # a type itself has more: `__call__`
+    # a type's own attributes include more, such as `__call__`
+    names = {name for cls in source.__mro__ for name in vars(cls)}
     methods: dict[str, Callable[..., Any]] = {name: asks(name) for name in _BY_TYPE if name in names}
     if "__enter__" in names:
         methods["__enter__"] = _enter

@@ -1,6 +1,8 @@
 """
-Found first on the PYTHONPATH of what a launcher of ours starts: waits for torch, then makes way for the
-machine's own sitecustomize. Every Python process pays for this, so it imports as little as it can.
+Found first on the PYTHONPATH of processes that a launcher of ours starts.
+
+It waits for the import of torch, then runs the machine's own sitecustomize. Every Python process pays for
+this file, so it imports as little as possible.
 """
 
 import os
@@ -35,7 +37,7 @@ def _torch_is_there(pid: int = os.getpid()) -> None:
 def _wait_for_torch() -> None:
     try:
         from traceml_ray.agent.imports import when_imported
-    except Exception:  # a Python without us; what is wrong matters to a person only where there is torch
+    except Exception:  # a Python without traceml_ray; the error only matters if there is torch
         from importlib.machinery import SourceFileLoader
         from types import ModuleType
 
@@ -50,7 +52,7 @@ def _wait_for_torch() -> None:
 if os.environ.get("TRACEML_SOCKET") and "TRACEML_RANK_PID" not in os.environ:
     try:
         _wait_for_torch()
-    except Exception:  # too old for any torch that can be watched
+    except Exception:  # this Python is too old for any supported torch
         pass
 
 _next_sitecustomize()
