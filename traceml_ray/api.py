@@ -1,4 +1,4 @@
-"""What a training script may call itself; in a process that is not watched every call does nothing."""
+"""The functions that a training script may call. In a process that is not watched every call does nothing."""
 
 from __future__ import annotations
 
@@ -136,18 +136,24 @@ def detach() -> None:
 
 
 def _listening() -> RankAgent | None:
-    """Return this process's agent; None also while torch compiles: a mark is no part of a graph."""
+    """
+    Return this process's agent. None also while torch compiles, because a mark cannot be
+    part of a graph.
+    """
     agent = bootstrap.current()
     return None if agent is None or sys.modules["torch"].compiler.is_dynamo_compiling() else agent
 
 
 class _Block(ContextDecorator):
-    """A `with` block that is a decorator, too; may be entered again, also inside itself, and pickled."""
+    """
+    A `with` block that can also be used as a decorator. It can be entered again, even inside itself, and
+    pickled.
+    """
 
     def __init__(self, given: Any) -> None:
         self._given = given
         self._open: list[Any] = []
-        """What each entering has begun."""
+        """The state that each open entry has begun, the innermost last."""
 
     def _recreate_cm(self) -> Self:  # a decorated function may be called by several threads at once
         return type(self)(self._given)
@@ -199,13 +205,14 @@ class trace_step(_Block):  # noqa: N801 - used as a function is
 
 class stage(_Block):  # noqa: N801
     """
-    Name a span of the step, `with traceml_ray.stage("tokenize"): …`; shown inside the stage it is in.
+    Name a span of the step, `with traceml_ray.stage("tokenize"): …`. The span is shown inside the stage that
+    it is in.
 
     Also a decorator. Blocks may be nested; a block inside a block of the same name counts once. In a thread
     that does not train it does nothing.
 
     Args:
-        name: cut to 64 characters; of more than 256 names a process those that come last are dropped and
+        name: name of the span, cut to 64 characters. A process may use 256 names; later names are dropped and
             counted.
     """
 
@@ -227,13 +234,13 @@ class capture_oom:  # noqa: N801
     """
     Note where memory ran out: `with traceml_ray.capture_oom("optimizer step"): …`.
 
-    An error of memory inside, of the host or of a device (`torch.OutOfMemoryError`, `MemoryError`,
-    `CUBLAS_STATUS_ALLOC_FAILED`, that of the CPU allocator), passes through unchanged and makes a bundle: the
-    last minutes of every rank. An error that nothing catches makes a bundle by itself; use
-    this where your script catches the error. Any thread may use it.
+    An out-of-memory error in the block, of the host or of a device (`torch.OutOfMemoryError`, `MemoryError`,
+    `CUBLAS_STATUS_ALLOC_FAILED`, the error of the CPU allocator), passes through unchanged and makes a
+    bundle: the last minutes of every rank. An error that nothing catches makes a bundle by itself; use this
+    where your script catches the error. Any thread may use it.
 
     Args:
-        where: a name for what is tried, cut to 64 characters.
+        where: a name for the operation in the block, cut to 64 characters.
     """
 
     def __init__(self, where: str) -> None:
@@ -262,16 +269,17 @@ def count(
     total_steps: int | None = None,
 ) -> None:
     """
-    State the size of this rank's current step where its batches do not show it. Calls in a step add up.
+    State the size of this rank's current step if its batches do not show it. Calls in a step add up.
 
     It replaces the sizes read from a loader's batches (samples from dimension 0, tokens from `input_ids`).
-    Used by the thread that trains, between the wait for a batch and the optimizer; some microseconds.
+    Used by the thread that trains, between the wait for a batch and the optimizer. A call costs some
+    microseconds.
 
     Args:
-        samples: of this rank, in this step or micro-batch.
-        tokens: the same.
-        flops_per_step: of the model, in one step of all ranks together; once is enough, on one rank.
-        total_steps: number of steps of the whole job; once is enough, on one rank.
+        samples: number of samples of this rank, in this step or micro-batch.
+        tokens: number of tokens of this rank, in this step or micro-batch.
+        flops_per_step: FLOPs of the model in one step of all ranks together. One call on one rank is enough.
+        total_steps: number of steps of the whole job. One call on one rank is enough.
     """
     agent = _listening()
     if agent is None:
@@ -402,9 +410,10 @@ class profile:  # noqa: N801 - used as a function is
 
     def result(self, timeout: float = 300.0) -> Profile | None:
         """
-        Wait for what came of it; None in a process that is a rank, or has no session.
+        Wait for the result of the profile and return it; None in a process that is a rank, or has no session.
 
-        Its `ranks` say what became of each. Raises StartError when it is not there after `timeout` s.
+        `ranks` of the result has the outcome of each rank. Raises StartError if there is no result after
+        `timeout` s.
         """
         return None if self._session is None else self._session.wait_for_profile(self._id, timeout)
 

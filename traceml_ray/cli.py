@@ -30,7 +30,10 @@ _HANDLER = "traceml_ray.in_ascii"
 
 
 def set_up_streams() -> None:
-    """Write what an encoding lacks as ASCII; let what is written to a closed stream go nowhere."""
+    """
+    Make the standard streams accept any output: characters that the encoding lacks are written as ASCII, and
+    output to a closed stream is discarded.
+    """
     codecs.register_error(_HANDLER, _replaced)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -46,11 +49,11 @@ def _replaced(error: UnicodeError) -> tuple[str, int]:
 
 
 class Subcommand(NamedTuple):
-    """A subcommand."""
+    """A subcommand of `traceml-ray`."""
 
     add_options: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
-    """Returns the exit code; its docstring is the help."""
+    """Function that runs the subcommand and returns the exit code. Its docstring is the help."""
 
 
 COMMANDS = {
@@ -74,7 +77,7 @@ COMMANDS = {
 
 
 def _bad_input() -> tuple[type[Exception], ...]:
-    """Return the errors that say what is wrong with the input. Imports numpy: only once there is an error."""
+    """Return the exceptions that mean bad input. Imports numpy, so call it only after an error."""
     from traceml_ray.store.query import QueryError
     from traceml_ray.store.schema import SessionFileError
 
@@ -82,7 +85,7 @@ def _bad_input() -> tuple[type[Exception], ...]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports what is wrong with the arguments in one line."""
+    """Argument parser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {one_line(message)} (see {self.prog} --help)\n")

@@ -1,10 +1,10 @@
 """
 Starts a session from a driver: `ray.init(); traceml_ray.start()`.
 
-The session's actors are detached: they outlive the driver, and end themselves when nothing has come for
-`idle_ttl` seconds.
+The session's actors are detached: they outlive the driver, and end themselves after `idle_ttl` seconds
+without any message.
 
-Sends this package to nodes that lack it.
+This module also sends this package to nodes that lack it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from traceml_ray.settings import Settings, of_driver
 
 def upload() -> str:
     """
-    Put this package, as it is imported here, into the cluster's store; return its URI for `py_modules`.
+    Upload this package, as it is imported here, to the cluster's store. Return its URI for `py_modules`.
 
-    What Ray Train's workers and anything else of the user's run with is not touched.
+    The environment of Ray Train's workers and of all other code of the user is not changed.
     """
     from ray._private.runtime_env.py_modules import upload_py_modules_if_needed
 
@@ -107,7 +107,7 @@ def start(
 
 
 def session_here() -> Session | None:
-    """Return the session that this process has started; None where it has none, or has no Ray."""
+    """Return the session that this process has started; None if it has started none, or has no Ray."""
     config, ray = current_config(), sys.modules.get("ray")
     if config is None or ray is None or not ray.is_initialized():
         return None
@@ -126,7 +126,10 @@ def _check_ray() -> None:
 
 
 def _make(config: ActorConfig) -> Session:
-    """Make the aggregator here and a relay on every node, side by side; return when the former answers."""
+    """
+    Create the aggregator here and a relay on every node, in parallel. Return when the
+    aggregator answers.
+    """
     import ray
 
     from traceml_ray.ray.aggregator import ensure_aggregator
@@ -143,7 +146,7 @@ def _make(config: ActorConfig) -> Session:
 
 
 def _cluster_is_ours() -> bool:
-    """Whether this process has started the cluster, which then ends with it."""
+    """Whether this process has started the cluster, which then ends with this process."""
     import ray
 
     node: Any = ray._private.worker._global_node
@@ -151,7 +154,10 @@ def _cluster_is_ours() -> bool:
 
 
 def _stop_quietly(session: Session) -> None:
-    """End of a driver that takes its cluster along, or has ended it before: let the session be whole."""
+    """
+    Stop the session at the end of a driver that ends its cluster, or has ended it before, so that the
+    session's files are complete.
+    """
     try:
         session.stop(EXIT_S)
     except Exception as error:
@@ -159,7 +165,7 @@ def _stop_quietly(session: Session) -> None:
 
 
 def _runtime_env(given: dict[str, Any] | None, ship: bool) -> str:
-    """Return the runtime_env of the actors as JSON; with `ship`, this package is in it."""
+    """Return the runtime_env of the actors as JSON. With `ship`, it includes this package."""
     env = dict(given or {})
     if ship:
         env["py_modules"] = [*env.get("py_modules", []), upload()]

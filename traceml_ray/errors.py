@@ -1,6 +1,6 @@
 """
-Exceptions that are swallowed: counted by place, each cause told once, raised where somebody debugs. Which
-errors say that memory ran out, of the host or of a device.
+Exceptions that are swallowed. They are counted by place in the code, each cause is reported once, and in
+debug mode they are raised. This module also recognises out-of-memory errors of the host or of a device.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from traceml_ray.wire.codec import WireError
 from traceml_ray.wire.messages import Event
 
 MAX_PLACES = 64
-"""More than these are counted together: kinds of exceptions come from elsewhere."""
+"""
+Largest number of places that are counted separately. Kinds of exceptions come from other code, so their
+number has no limit.
+"""
 _MESSAGE_CHARS = 300
 
 
 def error_text(error: BaseException) -> str:
-    """Return an exception as a line that can be sent, whatever its own `__str__` does."""
+    """Return an exception as a line that can be sent, even if its own `__str__` fails."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:
@@ -30,16 +33,16 @@ def error_text(error: BaseException) -> str:
 
 
 def sendable(text: str) -> str:
-    """Return `text` without what has no UTF-8: names of files may hold anything."""
+    """Return `text` without the characters that UTF-8 cannot encode. Names of files may contain any bytes."""
     return text.encode("utf-8", "replace").decode()
 
 
 class Errors(Counter[str]):
     """
-    Counts by place and kind, as `status` and the Health page show them.
+    Number of swallowed exceptions by place and kind, as `status` and the Health page show them.
 
     Args:
-        known: counts to go on from.
+        known: counts to continue from.
         debug: `swallow` raises, `note` prints a traceback (TRACEML_DEBUG=1).
     """
 
@@ -49,7 +52,7 @@ class Errors(Counter[str]):
         self._causes: list[Event] = []
 
     def count(self, name: str, number: int = 1) -> bool:
-        """Count so many things under a name fixed in the code; return whether it is new."""
+        """Add `number` to the count `name`, which is fixed in the code. Return whether the name is new."""
         if not number:
             return False
         fresh = name not in self
@@ -60,10 +63,10 @@ class Errors(Counter[str]):
 
     def note(self, place: str, error: BaseException, who: str = "") -> bool:
         """
-        Count an exception where a thread has to go on; return whether it is the first of its kind.
+        Count an exception in a thread that must continue. Return whether it is the first of its kind.
 
-        `place` is fixed in the code. What varies (`who` caused it, the error's text) is in the event that the
-        first of a kind makes.
+        `place` is fixed in the code. Variable text (`who` caused it, the error's text) is in the event for
+        the first exception of a kind.
         """
         kind = error.reason if isinstance(error, WireError) else type(error).__name__
         fresh = self.count(f"{place}: {kind}")
@@ -76,20 +79,20 @@ class Errors(Counter[str]):
         return fresh
 
     def swallow(self, place: str, error: BaseException) -> None:
-        """Count an exception that the caller's caller is not to see; debugging, raise it."""
+        """Count an exception that the user's code must not see. In debug mode, raise it."""
         if self.debug:
             self.count(f"{place}: {type(error).__name__}")
             raise error
         self.note(place, error)
 
     def causes(self) -> list[Event]:
-        """Return what each new kind was about, once."""
+        """Return one event for each new kind of exception, once."""
         causes, self._causes = self._causes, []
         return causes
 
 
 def cause_of(error: Exception) -> str:
-    """Return what an actor that could not be made says of why, without its traceback."""
+    """Return the cause of the failure to create an actor, without its traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (errors or lines or [type(error).__name__])[-1]
@@ -103,5 +106,5 @@ _SAID = re.compile(
 
 
 def is_out_of_memory(text: str) -> bool:
-    """Return whether an exception, as `Type: text`, is of memory that ran out."""
+    """Return whether an exception, given as `Type: text`, says that memory ran out."""
     return bool(_SAID.search(text))

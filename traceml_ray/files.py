@@ -1,6 +1,6 @@
 """
-Reads files that others may have put there (a FIFO does not hang, a huge one is not taken in); writes, names
-and removes files. Standard library only.
+Reads files that other users may have created: a FIFO does not block, a huge file is not read whole. Also
+writes, names and removes files. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 MAX_PART = 4 << 20
-"""Bytes of a file in one answer."""
+"""Largest number of bytes of a file in one answer."""
 
 
 def stamp(t_ns: int) -> str:
-    """Return the beginning of a name for what was made then: UTC, to the second."""
+    """Return the beginning of a file name for time `t_ns`: UTC, to the second."""
     return time.strftime("%Y%m%dT%H%M%S", time.gmtime(t_ns // 1_000_000_000))
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
-    """Return `name`, with a number after it where it is `taken`."""
+    """Return `name`, with a number appended if it is in `taken`."""
     free, number = name, 2
     while free in taken:
         free, number = f"{name}-{number}", number + 1
@@ -34,19 +34,22 @@ def free_name(name: str, taken: Collection[str]) -> str:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Remove what is there of `paths`, as far as that can be."""
+    """Remove the existing files of `paths`, as far as possible."""
     for path in paths:
         with contextlib.suppress(OSError):
             path.unlink()
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file for this user alone, whole or not at all (by way of another name). Raises OSError."""
+    """
+    Write a file for this user alone, completely or not at all (through a temporary name).
+    Raises OSError.
+    """
     write_files({path: data})
 
 
 def write_files(files: Mapping[Path, bytes], inside: AbstractContextManager[None] | None = None) -> None:
-    """Write files as `write_file` does; they get their names `inside` that context. Raises OSError."""
+    """Write files as `write_file` does. They get their final names `inside` that context. Raises OSError."""
     temporary = {
         path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp"): path for path in files
     }
@@ -65,7 +68,7 @@ def write_files(files: Mapping[Path, bytes], inside: AbstractContextManager[None
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Have errors name the file as it was asked for, not as it is called meanwhile."""
+    """Make errors in the block name the file that was asked for, not its temporary name."""
     try:
         yield
     except OSError as error:
@@ -76,7 +79,10 @@ def _named(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """Give another name to write to; the file gets the name `path` when it is whole, or there is none."""
+    """
+    Yield a temporary name to write to. When the file is complete it is renamed to `path`; otherwise there is
+    no file.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with _named(path):
@@ -87,7 +93,10 @@ def appearing(path: Path) -> Iterator[Path]:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file to read it; nothing else is waited for. Raises OSError."""
+    """
+    Open a regular file for reading. Other kinds of files are refused, so the call does not block. Raises
+    OSError.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
@@ -97,7 +106,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_part(path: Path, offset: int, n: int) -> bytes:
-    """Return at most `n` bytes (and `MAX_PART`) of a regular file from `offset` on. Raises OSError."""
+    """Return at most `n` bytes (and `MAX_PART`) of a regular file, from `offset` on. Raises OSError."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(min(offset, size))  # what is far beyond the end cannot be sought
@@ -105,7 +114,7 @@ def read_part(path: Path, offset: int, n: int) -> bytes:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """Return what is in a regular file of at most `most` bytes. Raises OSError."""
+    """Return the contents of a regular file of at most `most` bytes. Raises OSError."""
     with open_file(path) as file:
         there = os.fstat(file.fileno()).st_size
         if there > most:

@@ -1,6 +1,6 @@
 """
-Who this process is in the job: global rank, local rank, node rank, and where that was learned. Which ranks a
-person asks for: `all`, `0,2`, `0,4-7` (`rank_filter`).
+The identity of this process in the job: global rank, local rank, node rank, and their source. Also parses the
+ranks that a person asks for: `all`, `0,2`, `0,4-7` (`rank_filter`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class IdentityError(ValueError):
-    """Ranks that contradict each other; the message names the variable or keyword, and what is wrong."""
+    """Ranks that contradict each other. The message names the variable or keyword, and the contradiction."""
 
 
 class RankIdentity(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """
     One rank of one attempt of one job, resolved once.
 
-    `node_id` is Ray's id of the node, `None` until a relay has said so. `job_id` names the run: a
-    session may hold several. Two attempts of a rank (a restart by torchrun or Ray Train) are two
-    identities.
+    `node_id` is Ray's id of the node, None until a relay has reported it. `job_id` names the run; a session
+    may hold several runs. Two attempts of a rank (a restart by torchrun or Ray Train) are two identities.
     """
 
     global_rank: Rank
@@ -48,12 +47,12 @@ class RankIdentity(msgspec.Struct, array_like=True, frozen=True, gc=False):
     pid: Number
     source: str
     """
-    Where the ranks came from: explicit, ray_train, torch.distributed, torchrun, openmpi, slurm, pmi,
-    single; `ray` for a process of Ray that has none: the aggregator numbers those of one job; `v1` for a
-    sender of TraceML's own format.
+    Source of the ranks: explicit, ray_train, torch.distributed, torchrun, openmpi, slurm, pmi, single; `ray`
+    for a Ray process without ranks, which the aggregator numbers within its job; `v1` for a sender of
+    TraceML's own format.
     """
     name: str = ""
-    """Name of the Ray actor, if it has one."""
+    """Name of the Ray actor; "" if it has none."""
 
 
 _FIELDS = ("global_rank", "world_size", "local_rank", "local_world_size", "node_rank", "nnodes")
@@ -82,7 +81,7 @@ _ORDER = (
 )
 
 _Found = tuple[str, dict[str, int]]
-"""The name of a source, and those of _FIELDS that it knows; rank and world size are among them."""
+"""Name of a source, and the values of _FIELDS that it has. Rank and world size are among them."""
 
 _SINGLE: _Found = ("single", {"global_rank": 0, "world_size": 1})
 
@@ -100,16 +99,16 @@ def resolve(
     environ: Mapping[str, str] = os.environ,
 ) -> RankIdentity:
     """
-    Return who this process is, from the first source that knows both its rank and the world's size.
+    Return the identity of this process, from the first source that has both its rank and the world size.
 
-    Keywords, then torch.distributed where it is initialised (torch is never imported for this),
-    then the variables of torchrun, Open MPI, SLURM, PMI; else rank 0 of 1. What a source leaves
-    out about nodes is filled in as for nodes of one size, ranks in blocks; where it says nothing,
-    as one node.
+    The sources are the keywords, then torch.distributed if it is initialised (torch is never imported for
+    this), then the variables of torchrun, Open MPI, SLURM, PMI; else rank 0 of 1. If a source lacks facts
+    about nodes, they are filled in: nodes of one size, ranks in blocks. If a source has no facts about nodes,
+    one node is assumed.
 
     Raises:
-        IdentityError: a value is no integer or out of range, ranks and sizes contradict each
-            other, or a rank is given by keyword without a world size.
+        IdentityError: a value is not an integer or out of range, ranks and sizes contradict each other, or a
+            rank is given by keyword without a world size.
     """
     ranks = global_rank, world_size, local_rank, local_world_size, node_rank, nnodes
     given = dict(zip(_FIELDS, ranks, strict=True))
@@ -139,7 +138,10 @@ def _from_keywords(given: Mapping[str, int | None]) -> _Found | None:
 
 
 def _from_torch(environ: Mapping[str, str]) -> _Found | None:
-    """Take rank and size from torch, and the rest from an environment that speaks of the same world."""
+    """
+    Return rank and size from torch, and the other values from an environment that
+    describes the same world.
+    """
     dist = sys.modules.get("torch.distributed")
     is_initialized = getattr(dist, "is_initialized", None)
     if dist is None or is_initialized is None or not is_initialized():
@@ -161,7 +163,7 @@ def _from_environment(environ: Mapping[str, str]) -> _Found | None:
 
 
 def _group(source: str, names: tuple[str, ...], get: Callable[[str], str | int | None]) -> _Found | None:
-    """Return what `names` say, or None where rank and world size are not both there."""
+    """Return the values of the variables `names`; None unless rank and world size are both set."""
     raw = {field: (name, get(name)) for field, name in zip(_FIELDS, names, strict=True)}
     raw = {field: (name, value) for field, (name, value) in raw.items() if value not in (None, "")}
     if "global_rank" not in raw or "world_size" not in raw:
@@ -186,7 +188,7 @@ def _integer(name: str, value: object) -> int:
 
 
 def _complete(known: Mapping[str, int]) -> dict[str, int]:
-    """Fill in what a source left out: one node unless more are known of, nodes of one size."""
+    """Fill in the values that a source lacks: one node unless more are known, all nodes of one size."""
     rank, world = known["global_rank"], known["world_size"]
     nodes, node, local = known.get("nnodes"), known.get("node_rank"), known.get("local_rank")
     size = known.get("local_world_size") or max(-(-world // (nodes or 1)), (local or 0) + 1)
@@ -207,7 +209,10 @@ def _job_id(environ: Mapping[str, str]) -> str:
 
 
 def rank_in_name(name: str) -> int | None:
-    """Return the rank in the name of a file or folder (`rank3`, `x.rank_3.json`); None where it has none."""
+    """
+    Return the rank in the name of a file or folder (`rank3`, `x.rank_3.json`); None if it
+    contains none.
+    """
     match = _IN_NAME.search(name)
     return int(match[1]) if match else None
 
@@ -216,28 +221,28 @@ _RANGE = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
 
 
 class RankFilterError(ValueError):
-    """A rank filter that cannot be read; the message says which part, and what one looks like."""
+    """A rank filter that cannot be read. The message names the invalid part, and shows a valid filter."""
 
 
 @dataclass(frozen=True)
 class RankFilter:
-    """Some ranks: `rank in filter`."""
+    """A selection of ranks: `rank in filter`."""
 
     ranges: tuple[range, ...] | None = None
-    """None: all of them."""
+    """Selected ranks; None: all ranks."""
 
     def __contains__(self, rank: int) -> bool:
-        """Return whether that rank is asked for."""
+        """Return whether that rank is selected."""
         return self.ranges is None or any(rank in one_range for one_range in self.ranges)
 
 
 def rank_filter(text: str) -> RankFilter:
     """
-    Return the filter that `text` asks for: `all`, or ranks and ranges of ranks with commas between, both ends
-    included.
+    Return the filter that `text` describes: `all`, or ranks and ranges of ranks separated by commas, both
+    ends included.
 
     Raises:
-        RankFilterError: it is neither.
+        RankFilterError: the text is neither.
     """
     if text.strip().lower() == "all":
         return RankFilter()

@@ -10,8 +10,8 @@ def run() -> int:
     """
     Launch, as `launchers.torchrun.main`.
 
-    When a signal ends the job, torch leaves its thread of heartbeats running. As Python ends, that thread may
-    be in C++ code, which would abort this process: exit code -6 in place of 1.
+    When a signal ends the job, torch leaves its heartbeat thread running. That thread may be in C++ code when
+    Python exits, which would abort this process: exit code -6 instead of 1.
     """
     codes: list[int] = []
     atexit.register(lambda: exit_now(codes[0]) if codes else None)  # before any other: so it is called last

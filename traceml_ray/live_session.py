@@ -1,7 +1,7 @@
 """
-A running session as a driver holds it: what it can be asked (`SessionCalls`: of its aggregator while it runs,
-then of its file where that is on this node), and its end; what its aggregator has not written comes from its
-file.
+A running session, from outside. `SessionCalls` sends questions to its aggregator while it runs. After the
+end, it reads the session's file if the file is on this node. This module also ends sessions: reports that the
+aggregator did not write are written from the file.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _END_POLL_S = 0.05
 
 
 def stop_session(calls: SessionCalls, timeout: float) -> None:
-    """End a session, see `Session.stop`. Raises StartError."""
+    """Stop a session, see `Session.stop`. Raises StartError."""
     import ray
 
     deadline, name = time.monotonic() + timeout, calls.name
@@ -84,7 +84,7 @@ def stop_session(calls: SessionCalls, timeout: float) -> None:
 
 
 def _end_actors(calls: SessionCalls, timeout: float) -> wire.Finished | None:
-    """Have all actors of the session end; return the aggregator's answer, None where there is none."""
+    """Make all actors of the session end. Return the aggregator's answer; None if there is none."""
     import ray
 
     relays = find_relays(calls.name).values()
@@ -104,7 +104,7 @@ def _end_actors(calls: SessionCalls, timeout: float) -> wire.Finished | None:
 
 
 def _stop_without_ray(calls: SessionCalls, deadline: float) -> None:
-    """End a session whose cluster has ended with `ray.shutdown()`, where its files are here."""
+    """Stop a session whose cluster has ended with `ray.shutdown()`, if its files are on this node."""
     if calls.has_ended:
         return
     calls.check_file()
@@ -121,7 +121,10 @@ def _stop_without_ray(calls: SessionCalls, deadline: float) -> None:
 
 
 def _finish_from_file(calls: SessionCalls) -> None:
-    """Write the reports that the aggregator did not, of what it had stored, where its files are here."""
+    """
+    Write the reports that the aggregator did not write, from the data it had stored, if its files are on this
+    node.
+    """
     from traceml_ray.monitor.offline import finish_offline
 
     try:
@@ -138,7 +141,7 @@ def _finish_from_file(calls: SessionCalls) -> None:
 
 
 def end_hung(pid: int | None) -> None:
-    """End an aggregator of this node that Ray has told to go, and that hears nothing."""
+    """End an aggregator of this node that Ray has told to exit, and that does not react."""
     if pid is None:
         return
     with contextlib.suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):  # it has ended by itself
@@ -149,28 +152,31 @@ def end_hung(pid: int | None) -> None:
 
 
 QUESTION_S = 20.0
-"""How long a question may take to be answered."""
+"""Longest time for the answer to a question, in s."""
 _AGAIN_S = 0.2
-"""Between two tries, while Ray makes the aggregator anew."""
+"""Time between two tries while Ray restarts the aggregator, in s."""
 
 
 class StartError(RuntimeError):
-    """A session that cannot be started, reached or stopped; the message says which, why, and what to do."""
+    """
+    A session that cannot be started, reached or stopped. The message says which session,
+    why, and what to do.
+    """
 
 
 class EndedError(StartError):
-    """A session that has ended, or cannot be asked any more; its files may be there."""
+    """A session that has ended, or cannot be asked any more. Its files may still exist."""
 
 
 class SessionCalls:
     """
-    Calls one session; any thread may. It is the same session for good: another one that takes its name is
-    never called.
+    Sends calls to one session; any thread may use it. It always calls the same session: another session that
+    takes its name is never called.
 
     Args:
-        name: of the session.
-        aggregator: the handle of its actor.
-        wait_s: how long the first answer may take, which is awaited here. Raises StartError.
+        name: name of the session.
+        aggregator: handle of the session's aggregator actor.
+        wait_s: longest time for the first answer, in s. The constructor waits for it. Raises StartError.
     """
 
     def __init__(self, name: str, aggregator: Any, wait_s: float | None = None) -> None:
@@ -186,9 +192,9 @@ class SessionCalls:
         self.folder, self.node_id = Path(about.folder), about.node_id
         self.config = msgspec.json.decode(about.config, type=ready(ActorConfig))
         self.has_ended = False
-        """It was found to have ended."""
+        """Whether a call has found that the session has ended."""
         self.is_here = about.node_id == ray.get_runtime_context().get_node_id()
-        """Its files are on this node."""
+        """Whether the session's files are on this node."""
         self._started_at = about.started_at
         self._stored = Answers(self.folder, self.config.settings.thresholds)
 
@@ -201,8 +207,8 @@ class SessionCalls:
 
     def call(self, method: str, *args: bytes, wait_s: float | None = None) -> bytes:
         """
-        Return what a method of the aggregator returns; one that Ray makes anew meanwhile is asked again.
-        Raises StartError, EndedError.
+        Return the result of a method of the aggregator. If Ray restarts the aggregator meanwhile, the call is
+        repeated. Raises StartError, EndedError.
         """
         import ray
 
@@ -221,7 +227,7 @@ class SessionCalls:
             time.sleep(_AGAIN_S)
 
     def is_gone(self) -> bool:
-        """Return whether the session has ended; another one may have its name by now."""
+        """Return whether the session has ended. Another session may have its name by now."""
         now = find_aggregator(self.name)
         return now is None or not is_same_actor(now, self.aggregator)
 
@@ -242,21 +248,24 @@ class SessionCalls:
         return answer
 
     def _files(self) -> str:
-        """Return where its files are, to be read there."""
+        """Return where the session's files are, and that they can be read there."""
         there = "" if self.is_here else f" on node {self.node_id}"
         return f"; its files are in {self.folder}{there}: traceml-ray report {self.folder}"
 
     def check_file(self) -> None:
-        """Raise EndedError where the file of this session is not on this node (any more)."""
+        """Raise EndedError if the file of this session is not, or no longer, on this node."""
         self._file(EndedError(f"session {self.name!r} cannot be asked{self._files()}"))
 
     def is_finished(self) -> bool:
-        """Return whether its files are written to the end. Raises EndedError where they are not here."""
+        """Return whether the session's files are complete. Raises EndedError if they are not on this node."""
         self.check_file()
         return self._status().status != "running" and SessionFolder(self.folder).summary_json.is_file()
 
     def _file(self, ended: EndedError) -> Answers:
-        """Return what answers from its file. Raises `ended`, or another one, where that is not here."""
+        """
+        Return the answers from the session's file. Raises `ended`, or another EndedError, if the file is not
+        on this node.
+        """
         if not self.is_here:
             raise ended
         if not (self.folder / DATABASE).is_file():
@@ -277,39 +286,39 @@ class SessionCalls:
 
 
 START_S = 90.0
-"""How long its first answer may take: on a busy node Ray's workers, of niceness 15, start late."""
+"""Longest time for the first answer, in s. On a busy node Ray's workers, of niceness 15, start late."""
 _T = TypeVar("_T")
 _CHUNK, _POLL_S = 4 << 20, 0.2
 
 
 class Session(SessionQuestions):
     """
-    A running session, from outside. Use it as a context manager to have it stopped at the end.
+    A running session, from outside. Use it as a context manager to stop the session at the end of the block.
 
     Every question takes a Ray call (milliseconds; `summary` up to seconds in a long run), may be asked by any
-    thread, and raises StartError when the session does not answer within 20 s. A session that has ended
-    answers from its file, if the file is on this node. Calls that need a running session (`dump`, `profile`,
+    thread, and raises StartError if the session does not answer within 20 s. A session that has ended answers
+    from its file, if the file is on this node. Calls that need a running session (`dump`, `profile`,
     `download`, …) then raise StartError at once.
 
-    Answers are structs, with the fields, and units, of `traceml_ray.store.results` and
+    Answers are structs, with the fields and units of `traceml_ray.store.results` and
     `traceml_ray.store.summary_shape`: `session.verdict().label`, `print(session.status())`. Some values of
-    `throughput` are arrays. `traceml_ray.to_builtins` makes plain dicts and lists of any answer:
+    `throughput` are arrays. `traceml_ray.to_builtins` converts any answer to plain dicts and lists:
     `json.dumps(traceml_ray.to_builtins(session.memory()))`.
 
-    `run`: a run's id or name (`RunInfo`); default: the newest that has rows.
+    Arguments called `run` are a run's id or name (`RunInfo`); default: the newest run that has rows.
 
-    `id` is its name, `folder` where its files are, on the node `node_id` (Ray's id).
+    `id` is the session's name. `folder` is the path of its files, on the node `node_id` (Ray's id).
     """
 
     def __init__(self, name: str, aggregator: Any, wait_s: float | None = None) -> None:
         self.id = name
         self._calls = calls = SessionCalls(name, aggregator, wait_s)
         self.folder = calls.folder
-        """Where its files are, on the aggregator's node."""
+        """Path of the session's files, on the aggregator's node."""
         self.node_id = calls.node_id
-        """The aggregator's node."""
+        """Ray's id of the aggregator's node."""
         self.config = calls.config
-        """How its actors are made."""
+        """Configuration with which the session's actors are created."""
         self._dashboard: DashboardProcess | None = None
 
     def dump(self, timeout: float = 15.0) -> BundleInfo:
@@ -317,7 +326,8 @@ class Session(SessionQuestions):
         Make a bundle of the last minutes of every rank, with their stacks, and return it. It takes some
         seconds. Requests within 5 s share one bundle.
 
-        Raises StartError with the reason where it cannot be made, and where there is none after `timeout` s.
+        Raises StartError with the reason if the bundle cannot be made, and if there is none after `timeout`
+        s.
         """
         asked = secrets.token_hex(8)
 
@@ -339,11 +349,11 @@ class Session(SessionQuestions):
         timeout: float = 300.0,
     ) -> Profile:
         """
-        Profile some steps of a run with torch's profiler, see `traceml_ray.profile`; return the result of
+        Profile some steps of a run with torch's profiler, see `traceml_ray.profile`. Return the result of
         each rank. The traces are in the session's folder, `profiles/<id>/`, on the aggregator's node.
 
-        Raises ValueError for arguments that cannot be used, StartError where the run is over, or the profile
-        is not there in `timeout` s.
+        Raises ValueError for invalid arguments, StartError if the run is over, or if there is no result after
+        `timeout` s.
         """
         fields = {"ranks": ranks, "steps": steps, "memory": memory, "stacks": stacks, "shapes": shapes}
         asked, request = secrets.token_hex(8), wire.ProfileRequest.checked({**fields, "run": run})
@@ -352,26 +362,30 @@ class Session(SessionQuestions):
         return self.wait_for_profile(asked, timeout)
 
     def request_profile(self, asked: str, request: wire.ProfileRequest) -> None:
-        """Ask for a profile by an id, without waiting for it."""
+        """Request a profile with the id `asked`, without waiting for it."""
         self._ask(query.StartProfile(asked, request))
 
     def wait_for_profile(self, asked: str, timeout: float) -> Profile:
-        """Return the profile that was asked for by that id; StartError without one in `timeout` s."""
+        """
+        Return the profile that was requested with the id `asked`. Raises StartError if there is none after
+        `timeout` s.
+        """
         return self._wait_for(
             "profile", self.profiles, lambda info: asked in info.profile.requests, timeout
         ).profile
 
     def layers(self, steps: int | None = None, run: str | None = None, timeout: float = 300.0) -> Layers:
         """
-        Return the time and memory of each layer of the model: as measured so far or, with `steps`, in that
-        many next steps, for the ranks that have reported by then. Raises ValueError, StartError.
+        Return the time and memory of each layer of the model, as measured so far. With `steps`, first measure
+        that many next steps, and return the result for the ranks that have reported by then. Raises
+        ValueError, StartError.
         """
         return ask_layers(self._ask, steps, run, timeout)
 
     def wait_ready(self, timeout: float = 30.0) -> Session:
         """
         Wait until each living node is in `nodes` and its relay answers. Raises StartError after `timeout` s,
-        and at once where the session has ended.
+        and at once if the session has ended.
         """
         deadline = time.monotonic() + timeout
         self._check_running()
@@ -394,7 +408,7 @@ class Session(SessionQuestions):
         return self
 
     def _with_relay(self, nodes: set[str], deadline: float) -> set[str]:
-        """Return those of `nodes` whose relay answers."""
+        """Return the nodes among `nodes` whose relay answers."""
         import ray
 
         relays = {node_id: find_relay(self.id, node_id) for node_id in nodes}
@@ -410,9 +424,9 @@ class Session(SessionQuestions):
 
     def download(self, path: str | os.PathLike[str]) -> Path:
         """
-        Bring the session's files here, into the folder `path`/`id`; return that folder.
+        Copy the session's files to the folder `path`/`id` on this machine. Return that folder.
 
-        It brings what is stored now, in pieces of 4 MiB. Raises OSError, StartError.
+        The copy has the data stored now. It is transferred in pieces of 4 MiB. Raises OSError, StartError.
         """
         folder = Path(path) / self.id
         with text.progress_bar(f"downloading {self.id}"):
@@ -429,14 +443,16 @@ class Session(SessionQuestions):
 
     def dashboard(self, port: int | None = None) -> str:
         """
-        Serve the web app of this session from here, and return its URL. A second call returns the same URL.
+        Serve the web app of this session from this machine, and return its URL. A second call returns the
+        same URL.
 
-        It is a process of its own, on 127.0.0.1, and ends with `stop()` or with this process.
+        The web app is a separate process that listens on 127.0.0.1. It ends with `stop()` or with this
+        process.
 
         Args:
-            port: 0: a free one; None: 8050, or a free one where that is taken.
+            port: port of the web app. 0: a free one; None: 8050, or a free one if 8050 is in use.
 
-        Raises StartError when it does not come up.
+        Raises StartError if the web app does not start.
         """
         if self._dashboard is not None and (url := self._dashboard.wait(0)):
             return url
@@ -454,7 +470,10 @@ class Session(SessionQuestions):
         return url
 
     def _address(self) -> str:
-        """Return the address of its cluster; "" where the session has ended, and its file is here."""
+        """
+        Return the address of the session's cluster; "" if the session has ended and its
+        file is on this node.
+        """
         import ray
 
         try:
@@ -466,16 +485,16 @@ class Session(SessionQuestions):
         return address
 
     def _check_running(self) -> None:
-        """Raise EndedError where the session has ended."""
+        """Raise EndedError if the session has ended."""
         self._calls.call("about")
 
     def stop(self, timeout: float = 5.0) -> None:
         """
-        End the session: its files are written, its actors are gone and its name is free when this returns.
+        Stop the session. When this returns, its files are written, its actors have ended, and its name is
+        free.
 
-        Running training is not affected. Raises StartError when something is still there after
-        `timeout` seconds, and when its files cannot be written; stopping a session that has ended already
-        does nothing.
+        Running training is not affected. Raises StartError if something is still running after `timeout`
+        seconds, or if the files cannot be written. Stopping a session that has already ended does nothing.
         """
         if self._dashboard is not None:
             self._dashboard.kill()
@@ -486,14 +505,14 @@ class Session(SessionQuestions):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the session; what was done in the block does not fail when that does."""
+        """Stop the session. If that fails, the block does not fail."""
         try:
             self.stop()
         except StartError as error:
             warnings.warn(str(error), stacklevel=2)
 
     def __repr__(self) -> str:
-        """Say what this is, where its files are, and what to try."""
+        """Return what this object is, where its files are, and what to call on it."""
         about, what = f"traceml_ray session {self.id!r}", ".verdict(), .nodes(), .stop()"
         if self._calls.has_ended:
             about, what = f"{about}, ended", f"traceml-ray report {self.folder}"
@@ -501,14 +520,17 @@ class Session(SessionQuestions):
         return f"<{about}: files in {self.folder}; try {what}>"
 
     def _check_goes_on(self, run: str | None) -> None:
-        """Raise StartError where no step of the run is left to measure."""
+        """Raise StartError if no more steps of the run can be measured."""
         if why := why_over(self.runs(), run):
             raise StartError(f"session {self.id!r}: {why}")
 
     def _wait_for(
         self, what: str, listed: Callable[[], list[_T]], is_it: Callable[[_T], bool], timeout: float
     ) -> _T:
-        """Return the newest one listed that `is_it`; StartError, which has `what`, where none comes."""
+        """
+        Return the newest listed item that `is_it` accepts. Raises StartError, which names `what`, if there is
+        none after `timeout` s.
+        """
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             for entry in reversed(listed()):

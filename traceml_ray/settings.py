@@ -1,6 +1,6 @@
 """
-The settings of a session: one struct. A field is all that a setting needs: its type says which values can be
-used, its docstring is its help, and what takes settings (`Settings.load`) reads both here.
+The settings of a session, in one struct. A field is a complete setting: its type gives the allowed values,
+its docstring is its help. `Settings.load` and the launchers read both here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SettingError(ValueError):
 
 @dataclass(frozen=True)
 class Text:
-    """In the type of a setting: its text must match `pattern`; `allowed` says that to a person."""
+    """Part of a setting's type: its text must match `pattern`; `allowed` describes the pattern in words."""
 
     pattern: str
     allowed: str
@@ -36,15 +36,15 @@ class Text:
 
 @dataclass(frozen=True)
 class Flag:
-    """In the type of a setting: the launcher's flag has this name, too."""
+    """Part of a setting's type: another name for the launcher's flag."""
 
     name: str
 
 
 OF_LAUNCHERS = "of launchers"
-"""In the type of a setting: it means something only where a launcher starts Ray and the ranks."""
+"""Part of a setting's type: the setting has a meaning only if a launcher starts Ray and the ranks."""
 OF_RANKS = "of ranks"
-"""In the type of a setting: a launcher gives it to its ranks, in their environment."""
+"""Part of a setting's type: a launcher passes the setting to its ranks in their environment."""
 
 _SESSION_NAME = Text(
     r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}",
@@ -54,8 +54,8 @@ _ADDRESS = Text(r"[^\s/]+:\d{1,5}", "host:port, of the cluster's GCS")
 
 SHORTEST_STEP_NS = 40_000_000
 """
-Shortest step (ns) in which `device_clock=auto` reads the device. What the events of a step add to a host that
-is never waited for was 60 to 130 µs on one machine with an H200 (`benchmarks/gpu.py`): 0.3 % of such a step.
+Shortest step (ns) for which `device_clock=auto` reads the device. On one machine with an H200, the events of
+a step cost a host that never waits 60 to 130 µs (`benchmarks/gpu.py`): 0.3 % of such a step.
 """
 
 
@@ -181,7 +181,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**chosen, thresholds=Thresholds(**thresholds))
 
     def changed(self) -> dict[str, str]:
-        """Return the settings that are not as by default; not where a session is and how it is reached."""
+        """
+        Return the settings that differ from the defaults, except those that say where a session is and how it
+        is reached.
+        """
         left_out = {setting.name for setting in table(Settings).values() if setting.of_launchers}
         given = of_settings(self)
         limits = given.pop("thresholds", {})
@@ -191,16 +194,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RelayPaths(msgspec.Struct, frozen=True):
-    """Where the relay of a rank is. A launcher gives these to its ranks; they are no settings of people."""
+    """Paths of the relay of a rank. A launcher passes them to its ranks; they are not settings for people."""
 
     socket: str | None = None
     """Path of the relay's local socket."""
     spool: str | None = None
-    """Folder in which an agent leaves rows that may not be stored when its process ends."""
+    """Folder in which an agent leaves rows that may not have been stored when its process ended."""
 
     @classmethod
     def load(cls, environ: Mapping[str, str] = os.environ) -> RelayPaths:
-        """Return the paths that the environment has."""
+        """Return the paths in the environment `environ`."""
         return cls(*(environ.get(f"TRACEML_{name.upper()}") or None for name in cls.__struct_fields__))
 
 
@@ -210,23 +213,23 @@ class Setting:
 
     name: str
     type: Any
-    """The type of its value: without None, and without what follows."""
+    """Type of the value, without None and without the annotations."""
     default: Any
     range: Bounds | None = None
     text: Text | None = None
     flags: tuple[str, ...] = ()
-    """The launcher's flags for it, the usual one first."""
+    """Flags of the launcher for the setting, the usual one first."""
     of_launchers: bool = False
     of_ranks: bool = False
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """All values that can be used; () where they are no list."""
+        """All allowed values; () if the allowed values are not a list."""
         return get_args(self.type) if get_origin(self.type) is Literal else ()
 
     @property
     def allowed(self) -> str:
-        """Which values can be used, for a person."""
+        """Text that describes the allowed values."""
         if self.range is not None:
             number = "an integer" if self.type is int else "a number"
             return f"{number} from {self.range.low} to {self.range.high}"
@@ -238,7 +241,10 @@ class Setting:
         return "true or false" if self.type is bool else "text"
 
     def checked(self, value: object, where: str) -> Any:
-        """Return `value` as the setting has it; `where` it was given. Raises SettingError."""
+        """
+        Return `value` converted to the setting's type. `where` names its source in errors. Raises
+        SettingError.
+        """
         given = os.fspath(value) if isinstance(value, os.PathLike) else value
         try:
             result = msgspec.convert(given, ready(self.type), strict=False)
@@ -257,7 +263,7 @@ class Setting:
 
 @functools.cache
 def table(kind: type[Settings | Thresholds]) -> dict[str, Setting]:
-    """Return the settings of a struct by name, without `thresholds`, which is a struct itself."""
+    """Return the settings of a struct by name, except `thresholds`, which is a struct itself."""
     fields = msgspec.structs.fields(kind)
     return {field.name: _setting(field) for field in fields if field.name != "thresholds"}
 
@@ -282,7 +288,7 @@ def _setting(field: msgspec.structs.FieldInfo) -> Setting:
 
 @functools.cache
 def help_of(kind: type[Settings]) -> dict[str, str]:
-    """Return the docstring of each field, as one line; none where the sources are not installed."""
+    """Return the docstring of each field as one line; empty if the source files are not installed."""
     try:
         (struct,) = ast.parse(inspect.getsource(kind)).body
     except (OSError, SyntaxError):
@@ -297,8 +303,8 @@ def help_of(kind: type[Settings]) -> dict[str, str]:
 
 def of_settings(settings: Settings | None) -> dict[str, Any]:
     """
-    Return the fields that are not as by default; of `thresholds`, those limits. Raises SettingError for what
-    is no `Settings`.
+    Return the fields that differ from the defaults; of `thresholds`, the limits that differ. Raises
+    SettingError if `settings` is not a `Settings`.
     """
     if settings is None:
         return {}
@@ -312,9 +318,9 @@ def of_settings(settings: Settings | None) -> dict[str, Any]:
 
 def of_driver(settings: Settings | None, fields: Mapping[str, object]) -> dict[str, Any]:
     """
-    Return the settings that a driver of Ray has given, checked, by name: `fields` override `settings`.
+    Return the settings that a driver of Ray has given, checked, by name. `fields` override `settings`.
 
-    Raises SettingError also for a setting that only a launcher has.
+    Raises SettingError also for a setting that only launchers accept.
     """
     names = _not_none(fields).keys() | of_settings(settings).keys()
     for setting in table(Settings).values():
@@ -327,7 +333,7 @@ def of_driver(settings: Settings | None, fields: Mapping[str, object]) -> dict[s
 
 
 def check_session_name(name: str) -> str:
-    """Return `name` if a session can be called so (it names a folder, too), or raise SettingError."""
+    """Return `name` if it is a valid name of a session, and so of a folder; else raise SettingError."""
     return str(table(Settings)["session"].checked(name, "session"))
 
 
@@ -340,7 +346,7 @@ def _not_none(fields: Mapping[str, object]) -> dict[str, object]:
 
 
 def _limits(thresholds: object, where: str) -> dict[str, object]:
-    """Return thresholds by name; of a struct, those that are not as by default."""
+    """Return thresholds by name. Of a struct, only those that differ from the defaults."""
     if isinstance(thresholds, Thresholds):
         usual = Thresholds()
         changed = {name: getattr(thresholds, name) for name in thresholds.__struct_fields__}
@@ -357,7 +363,7 @@ def _choose(
     given: Mapping[str, object],
     written: Callable[[str], str],
 ) -> dict[str, Any]:
-    """Return the values of those settings that are given, or in the environment."""
+    """Return the values of the settings that are given, or set in the environment."""
     settings = table(kind)
     for name, where in _names(prefix, environ, given):
         if name not in settings:

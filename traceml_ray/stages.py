@@ -29,8 +29,8 @@ FLAG_INSEPARABLE = 128  # ranks wait inside forward and backward, which is not s
 
 INFERRED = " (inferred)"
 """
-In a strategy, after the function (`all_reduce`, …): nothing says where gradients are exchanged, and rows are
-cut where ranks have waited for each other in it last before the optimizer.
+Suffix of a strategy after a function (`all_reduce`, …). No wrapper says where gradients are exchanged, so
+rows are cut at the last call of this function before the optimizer in which ranks have waited for each other.
 """
 
 SEGMENT_BITS = 8

@@ -44,9 +44,9 @@ def number(
     aligned: bool = False,
 ) -> str:
     """
-    Return `value` with so many significant `figures` ("1,204", "41.3", "0.25", "4"), two decimals at most, or
-    with so many `digits` after the point; "n/a" where it is not known. `aligned` keeps zeros at the end, for
-    a column of numbers; `sign` writes a plus.
+    Return `value` with `figures` significant figures ("1,204", "41.3", "0.25", "4") and at most two decimals,
+    or with `digits` decimals; "n/a" if it is not known. `aligned` keeps trailing zeros, for a column of
+    numbers. `sign` writes a plus.
     """
     if value is None or value != value:
         return NA
@@ -73,9 +73,9 @@ def sparkline(
     values: Sequence[float | None], most: int = 24, between: tuple[float, float] | None = None
 ) -> str:
     """
-    Return values as bars, at most so many: of more, each is the mean of neighbours. The lowest and highest
-    bar stand for the ends of the scale `between`; None: for the smallest and largest bar. A gap where nothing
-    is known; nothing where fewer than two values are.
+    Return values as at most `most` bars. If there are more values, each bar is the mean of neighbouring
+    values. The lowest and highest bar are the ends of the scale `between`; None: the smallest and largest
+    value. Unknown values are gaps. Empty if fewer than two values are known.
     """
     finite = [one if one is not None and math.isfinite(one) else None for one in values]
     count = min(most, len(finite))
@@ -108,7 +108,7 @@ def ns(value: float) -> str:
 
 
 def percent(value: float | None, *, sign: bool = False) -> str:
-    """Return per cent as "28 %", "6.1 %", with `sign` as "+28 %"."""
+    """Return a percentage as "28 %" or "6.1 %", with `sign` as "+28 %"."""
     return NA if value is None else f"{number(value, figures=2, sign=sign)} %"
 
 
@@ -161,11 +161,11 @@ def age(seconds: float | None) -> str:
 
 
 TIMEZONE: ContextVar[tzinfo | None] = ContextVar("timezone", default=None)
-"""Timezone in which moments are written; None: that of this process."""
+"""Timezone in which moments are written; None: the timezone of this process."""
 
 
 def local(moment: str) -> datetime:
-    """Return a moment (ISO 8601, UTC) in the timezone of the reader. Raises ValueError for no moment."""
+    """Return a moment (ISO 8601, UTC) in the timezone of the reader. Raises ValueError for invalid text."""
     return datetime.fromisoformat(f"{moment[:19]}+00:00").astimezone(TIMEZONE.get())
 
 
@@ -200,7 +200,7 @@ def date(moment: str | None) -> str:
 
 
 def dated(moment: str | None) -> str:
-    """Return the same with the timezone: "2023-11-14 22:13:25 CET"."""
+    """Return a moment with its timezone: "2023-11-14 22:13:25 CET"."""
     return NA if moment is None else with_dates(moment)
 
 
@@ -225,7 +225,10 @@ def words(name: str) -> str:
 
 
 def listed(items: Sequence[str], more: int = 0) -> str:
-    """Return "a", "a and b", "a, b and c"; of more than eight items, or `more`, how many others there are."""
+    """
+    Return "a", "a and b", "a, b and c". If there are more than eight items, or `more`, the text ends with the
+    number of the others.
+    """
     more += max(len(items) - _LISTED, 0)
     items = [*items[:_LISTED], *[f"{more:,} more"] * (more > 0)]
     return " and ".join(filter(None, [", ".join(items[:-1]), *items[-1:]]))
@@ -240,12 +243,12 @@ def ranks(numbers: Iterable[int], total: int = 0) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return "0-1, 4-7, 9", as a table has it."""
+    """Return "0-1, 4-7, 9", the form used in tables."""
     return ", ".join(map(_run, _runs(numbers)))
 
 
 def _runs(numbers: Iterable[int]) -> list[range]:
-    """Return numbers in order, as runs without a gap."""
+    """Return the sorted numbers as ranges without gaps."""
     runs: list[range] = []
     for value in sorted(set(numbers)):
         if runs and value == runs[-1].stop:
@@ -261,15 +264,15 @@ def _run(run: range) -> str:
 
 def one_line(text: object) -> str:
     r"""
-    Return `text` with what a terminal cannot show (line breaks, escapes, half characters, what turns the
-    direction of text) written out as JSON does it, such as `\n` and `\u001b`.
+    Return `text` with the characters that a terminal cannot show (line breaks, escapes, surrogates, changes
+    of text direction) escaped as in JSON, such as `\n` and `\u001b`.
     """
     line = str(text)
     return line if line.isprintable() else "".join(c if c.isprintable() else _escaped(c) for c in line)
 
 
 def visible(text: str) -> str:
-    """Return text of several lines, each as `one_line` has it."""
+    """Return text of several lines, each escaped as by `one_line`."""
     return "\n".join(map(one_line, text.split("\n")))
 
 
@@ -280,7 +283,7 @@ def _escaped(char: str) -> str:
 
 
 def in_ascii(text: str) -> str:
-    """Return `text` for a terminal or a file that has nothing but ASCII, as long as it is."""
+    """Return `text` for a terminal or a file that supports only ASCII, with the same length."""
     return text.translate(_ASCII).encode("ascii", "replace").decode()
 
 
@@ -292,7 +295,7 @@ LEAVE_PANEL = f"{SAVE_CURSOR}\x1b[r{RESTORE_CURSOR}\x1b[m\x1b[J"
 
 @functools.lru_cache(4096)
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return what sorts names as people do: node-2 before node-10."""
+    """Return a sort key for names in which node-2 comes before node-10."""
     return tuple(
         (0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)
     )
@@ -311,7 +314,7 @@ _SURE = _of(
 )
 """Last words of a name that is one of a secret, whatever comes before."""
 _UNSURE = _of("key token pass auth")
-"""Last words that need another sign."""
+"""Last words of a name that may be a secret. Another sign is needed to decide."""
 _TOKENIZER = _of(
     "pad padding eos bos unk unknown sep separator cls mask boi eoi eot eom fim image images img video audio "
     "vision speech text word special start begin end stop first last next prev previous max min num total "
@@ -326,9 +329,9 @@ _KEYS = _of(
 )
 """What a secret key is of; other keys are those of dictionaries, tables, caches."""
 _ACCOUNTS = _of("db database smtp mysql pg postgres redis user ftp ssh root admin")
-"""Whose `pass` is a password."""
+"""Words before `pass` that make it a password."""
 _FLAGS = _of("use no with without skip disable enable require has is ask show")
-"""First words of an option that takes no secret: `--use-auth-token`."""
+"""First words of an option that has no secret: `--use-auth-token`."""
 _HINT = re.compile("key|token|secret|pass|pwd|auth|cookie|credential|jwt", re.IGNORECASE)
 """Pattern that every name of a secret contains. Most lines do not match, and are not examined further."""
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
@@ -362,9 +365,9 @@ _PAIR = re.compile(
 _OPEN = re.compile(r"none|null|true|false|[\"']{2}|[\"']?\*{3,}[\"']?", re.IGNORECASE)
 """Says whether there is a secret."""
 _NO_PASSWORD = re.compile(r"[\d.:,x-]+|[.~].*|.*/.*")
-"""What may follow `-p`: a number, ports, a path."""
+"""Pattern of values of `-p` that are no password: a number, ports, a path."""
 _NO_TOKEN = re.compile(r"""["']?(?:[-+]?\d{1,9}(?:\.\d*)?(?:e[-+]?\d+)?|<\S*>)["']?""", re.IGNORECASE)
-"""What a token of a secret is not: a number, `</s>`."""
+"""Pattern of values that are no secret token: a number, `</s>`."""
 _RANDOM = re.compile(r"""["']?(?=[^\d"']*\d)(?=[^a-z"']*[a-z])[A-Za-z0-9+/=]{20,}["']?""", re.IGNORECASE)
 _URL_LOGIN = re.compile(r"""://[^/?#\s"'<>@]*@(?:[^/?#\s"'<>@]*@)*""")
 _SIGNED = re.compile(
@@ -411,20 +414,20 @@ _MIXED = re.compile(r"(?=.*[a-z])(?=.*[A-Z]).*\d")
 
 
 class Masker:
-    """Masks the lines of a text that come one after the other: of a private key, all of them."""
+    """Masks consecutive lines of a text. All lines of a private key are masked."""
 
     def __init__(self) -> None:
         self._inside = False
-        """The last line was one of a private key."""
+        """Whether the last line was part of a private key."""
 
     def hide_keys(self, lines: Sequence[str]) -> Sequence[str]:
-        """Return the next lines, those hidden that are inside a private key."""
+        """Return the next lines, with the lines of a private key hidden."""
         if not self._inside and not any("PRIVATE KEY" in line for line in lines):
             return lines
         return [*map(self._hide_key, lines)]
 
     def unfinished(self, line: str) -> str:
-        """Return what there is of the line after these, hidden where it is inside a private key."""
+        """Return the incomplete last line, hidden if it is inside a private key."""
         inside = self._inside and (_ENDS.search(line) or _KEY_LINE.fullmatch(line))
         return HIDDEN if inside and line else line
 
@@ -439,7 +442,7 @@ class Masker:
 
 
 def masked(line: str) -> str:
-    """Return a line of output with what looks like a secret hidden."""
+    """Return a line of output with everything that looks like a secret hidden."""
     if _HINT.search(line):
         line = _ASSIGNED.sub(_hide_assigned, line)
         line = _OPTION.sub(_hide_option, line)
@@ -464,8 +467,8 @@ def masked_command(words: Sequence[str]) -> list[str]:
     """
     Return the words of a command line without the secrets in them.
 
-    What follows `-p` is one, too, unless it is a number, ports, or a path: of any other word nobody can tell
-    whether it is a password, and a command is stored with a session that may be handed on.
+    The word after `-p` is hidden too, unless it is a number, ports, or a path. Any other word may be a
+    password, and a command is stored with a session that may be passed on.
     """
     shown, option = [], ""
     for word in words:
@@ -488,12 +491,12 @@ def _follows(option: str, word: str) -> bool:
 
 
 def masked_text(text: str) -> str:
-    """Return several lines (a message, a traceback), each of them `masked`."""
+    """Return a text of several lines (a message, a traceback) with each line `masked`."""
     return "\n".join(map(masked, Masker().hide_keys(text.split("\n"))))
 
 
 def names_secret(name: str) -> bool | None:
-    """Return whether what is called so is a secret; None where its value has to be asked, too."""
+    """Return whether a value with this name is a secret; None if the value must decide."""
     words = [word.lower() for word in _WORDS.findall(name[-_NAME_CHARS:])] or [""]
     *before, last = words
     if last in _SURE:
@@ -508,7 +511,7 @@ def names_secret(name: str) -> bool | None:
 
 
 def _is_secret(name: str, value: str, unsure: bool = False) -> bool:
-    """Return whether a value is to be hidden; one of a name that needs another sign where `unsure`."""
+    """Return whether a value must be hidden. `unsure`: a name that needs another sign counts as a secret."""
     sure = names_secret(name)
     if sure is None:
         sure = unsure or _RANDOM.fullmatch(value) is not None
@@ -549,7 +552,7 @@ def _hide_pair(match: re.Match[str]) -> str:
 
 
 def _hidden(match: re.Match[str], name: str, unsure: bool) -> str:
-    """Return what was found with its value hidden, where that is a secret."""
+    """Return the matched text with its value hidden, if the value is a secret."""
     if not _is_secret(name, match["value"], unsure):
         return match[0]
     return match[0][: match.start("value") - match.start()] + HIDDEN
@@ -564,7 +567,7 @@ def show(text: object, *, end: str = "\n", file: TextIO | None = None) -> None:
 
 
 def log(message: object) -> None:
-    """Print one line on stderr, where there is one."""
+    """Print one line on stderr, if the process has a stderr."""
     with contextlib.suppress(OSError, ValueError):  # stderr may be closed
         if sys.stderr is not None:
             print(f"traceml-ray: {one_line(message)}", file=sys.stderr, flush=True)
@@ -572,10 +575,10 @@ def log(message: object) -> None:
 
 def exit_now(code: int) -> NoReturn:
     """
-    End this process now, with what was printed written out.
+    End this process now, after writing out everything that was printed.
 
-    As Python ends in its usual way it ends threads wherever they are. One that is in C++ code then, as a
-    call of Ray, aborts the process: exit code -6 in place of `code`.
+    The usual end of Python ends threads wherever they are. A thread that is in C++ code then, such as a call
+    of Ray, aborts the process: exit code -6 instead of `code`.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
@@ -584,22 +587,28 @@ def exit_now(code: int) -> NoReturn:
 
 
 def exit_soon(code: int) -> None:
-    """End this process within a second: the end of Ray, with its cluster gone, takes minutes."""
+    """End this process within a second. Without its cluster, Ray's own shutdown takes minutes."""
     timer = threading.Timer(_END_S, os._exit, (code,))
     timer.daemon = True
     timer.start()
 
 
 AFTER_S = 1.0
-"""Work that takes less leaves the terminal as it was."""
+"""Time after which work shows its progress, in s. Shorter work leaves the terminal unchanged."""
 
 Progress = Callable[[str, "float | None"], object]
-"""Takes what is being done, and which share of it (0..1) is done; None where that is not known."""
+"""
+Function that receives a description of the work, and the share of it that is done (0..1;
+None: not known).
+"""
 
 
 @contextmanager
 def progress_bar(what: str, after_s: float = AFTER_S) -> Iterator[Progress]:
-    """Show how far `what` is until the block ends; inside another `progress_bar` that one shows it."""
+    """
+    Show the progress of `what` until the block ends. Inside another `progress_bar`, the
+    outer bar shows it.
+    """
     outer = _BAR.get()
     if outer is not None:
         outer.advance(what, None)
@@ -622,7 +631,7 @@ def progress_bar(what: str, after_s: float = AFTER_S) -> Iterator[Progress]:
 
 
 def advance(what: str, share: float | None) -> None:
-    """Say how far the work is that somebody may wait for, see `Progress`."""
+    """Report the progress of work that somebody may wait for, see `Progress`."""
     bar = _BAR.get()
     if bar is not None:
         bar.advance(what, share)
@@ -634,7 +643,10 @@ def _is_terminal() -> bool:
 
 
 class _Bar:
-    """`start` is called by a timer's thread, all else by the one that works."""
+    """
+    A progress bar on the terminal. The timer's thread calls `start`; the working thread calls everything
+    else.
+    """
 
     def __init__(self, what: str) -> None:
         self._at: tuple[str, float | None] = one_line(what), None
@@ -643,7 +655,7 @@ class _Bar:
         self._drawn: Any = None
 
     def start(self) -> None:
-        """Draw it from here on."""
+        """Show the bar from now on."""
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -669,7 +681,7 @@ class _Bar:
             self._update()
 
     def stop(self) -> None:
-        """Take it off the terminal."""
+        """Remove the bar from the terminal."""
         with self._lock:
             self._ended = True
             if self._drawn is not None:
