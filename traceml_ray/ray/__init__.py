@@ -1,1 +1,1 @@
-"""All that uses Ray: the actors, how they are made, found and called."""
+"""Everything that uses Ray: the actors, and how they are created, found and called."""

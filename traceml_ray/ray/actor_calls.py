@@ -1,7 +1,7 @@
 """
-Calls to a named actor that never block: of an agent to its relay, of a relay to the aggregator.
+Calls to a named actor that never block: from an agent to its relay, and from a relay to the aggregator.
 
-The way to the relay from a process that is Ray's own: asynchronous calls of the node's relay actor.
+A process that Ray started reaches the relay in this way, by asynchronous calls of the node's relay actor.
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ _wait, _get = bare(ray.wait), bare(ray.get)
 
 class ActorCalls:
     """
-    At most `MAX_IN_FLIGHT` calls are unanswered; Ray itself would queue them without end.
+    Calls one named actor. At most `MAX_IN_FLIGHT` calls are unanswered; Ray itself would queue any number.
 
-    After an error the handle is dropped, and looked up again at most once a second, in a thread,
-    because a lookup waits for the GCS.
+    After an error the handle is dropped and looked up again, at most once a second. The lookup runs in a
+    thread, because it waits for the GCS.
 
     Args:
-        find: returns the actor's handle, None when there is none; may raise, may take its time.
+        find: returns the actor's handle, or None when there is none. It may raise, and may take long.
     """
 
     def __init__(self, find: Callable[[], Any | None]) -> None:
         self.handles_found = 0
-        """Number of times a handle was found, as of the last `poll`: messages sent before may be lost."""
+        """
+        Number of times a handle was found before the last `poll`. After it grows, messages sent before may be
+        lost.
+        """
         self._find = find
         self._actor: Any | None = None
         self._new: Any | None = None
@@ -48,7 +51,7 @@ class ActorCalls:
         self._closed = False
 
     def call(self, method: str, *args: object) -> bool:
-        """Call, without waiting; False while there is no such actor or it has enough to do."""
+        """Call the method without waiting. Return False if there is no such actor or it has enough to do."""
         if self._actor is None:
             self._look_up()
             return False
@@ -63,9 +66,9 @@ class ActorCalls:
 
     def poll(self, timeout_s: float = 0.0) -> list[bytes | Exception]:
         """
-        Return the replies that have come, in order; an exception ends all calls before it. An actor that was
-        found meanwhile is called from here on. Where calls are unanswered, wait for all of them at most
-        `timeout_s` seconds.
+        Return the replies that have arrived, in order. An exception ends all calls before it. If an actor was
+        found meanwhile, later calls go to it. While calls are unanswered, wait at most `timeout_s` seconds
+        for all replies.
         """
         if self._new is not None:
             self._actor, self._new = self._new, None
@@ -83,7 +86,7 @@ class ActorCalls:
         return replies
 
     def close(self) -> None:
-        """Drop the actor; there is no call after this."""
+        """Drop the actor handle. No call is made after this."""
         self._closed = True
         self._actor, self._new, self._refs = None, None, []
 
@@ -114,15 +117,15 @@ class ActorCalls:
 
 class ActorChannel:
     """
-    Finds the relay of this node by name and calls it, see `ActorCalls`.
+    A channel that finds the relay of this node by name and calls it, see `ActorCalls`.
 
-    The relay may come later, be restarted or replaced: the agent just keeps offering. Where there
-    is none on this node, the session's aggregator is asked for one.
+    The relay may start later, or be restarted or replaced: the agent keeps offering. If this node has no
+    relay, the session's aggregator is asked to create one.
     """
 
     def __init__(self, session: str, node_id: str | None = None) -> None:
         self.errors = Errors()
-        """Failed calls, by the kind of failure."""
+        """Number of failed calls, by kind of failure."""
         self._session = session
         self._node_id = node_id
         self._calls = ActorCalls(self._find)
@@ -130,18 +133,18 @@ class ActorChannel:
 
     @property
     def generation(self) -> int:
-        """Number of relays found so far."""
+        """Number of times a relay was found so far."""
         return self._calls.handles_found
 
     def offer(self, data: bytes) -> bool:
-        """Call the relay; False when there is none or enough calls are unanswered."""
+        """Call the relay. Return False when there is no relay or enough calls are unanswered."""
         fresh = self._calls.handles_found != self._began
         taken = self._calls.call("ingest", data, fresh)
         self._began = self._calls.handles_found if taken else self._began
         return taken
 
     def replies(self) -> list[bytes]:
-        """Return whatever the relay has answered since the last call."""
+        """Return what the relay has answered since the last call."""
         answers = []
         for reply in self._calls.poll():
             if isinstance(reply, bytes):
@@ -155,7 +158,7 @@ class ActorChannel:
         self._calls.close()
 
     def forked(self) -> None:
-        """Leave Ray's objects as they are: to free one takes locks that may never be released."""
+        """Leave Ray's objects as they are: freeing one takes locks that may never be released."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def _find(self) -> Any | None:

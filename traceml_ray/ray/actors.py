@@ -1,9 +1,8 @@
 """
-The actors of a session: what they are made from, their names, and how to find them; the sessions that this
-process uses. Ray is imported when it is needed.
+The actors of a session: their configuration, their names, and how to find them. Also keeps the sessions that
+this process uses. Ray is imported when it is needed.
 
-How to attach to this node of the cluster stands in a file, as the launcher leaves it beside the relay's
-socket.
+The launcher writes how to attach to this node of the cluster into a file next to the relay's socket.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def find_aggregator(session: str) -> Any | None:
 
 
 def is_same_actor(one: Any, other: Any) -> bool:
-    """Return whether two handles are of the same actor, which Ray may have restarted."""
+    """Return whether two handles belong to the same actor. Ray may have restarted the actor in between."""
     return bool(one._actor_id == other._actor_id)
 
 
@@ -49,13 +48,13 @@ def find_relay(session: str, node_id: str) -> Any | None:
 
 
 def relay_folder(session: str, node_id: str) -> Path:
-    """Return the private folder of a relay that was given none: its socket and spool are in there."""
+    """Return the private folder, with socket and spool, of a relay whose configuration names no paths."""
     named = hashlib.sha256(relay_name(session, node_id).encode()).hexdigest()[:12]
     return Path(f"/tmp/traceml-{os.getuid()}-{named}")  # not TMPDIR: paths of sockets may not be long
 
 
 def is_restarted() -> bool:
-    """Return whether Ray has restarted the actor that this process is."""
+    """Return whether this process is an actor that Ray has restarted."""
     import ray
 
     with warnings.catch_warnings():
@@ -64,7 +63,7 @@ def is_restarted() -> bool:
 
 
 def end_myself() -> None:
-    """End the actor this process is, for good. Works from any thread of it; does not wait."""
+    """End the actor that this process is, permanently. Works from any of its threads; does not wait."""
     import ray
 
     kill: Callable[..., None] = ray.kill
@@ -72,7 +71,7 @@ def end_myself() -> None:
 
 
 def answers(aggregator: Any, timeout: float) -> bool:
-    """Return whether an aggregator answers within `timeout` seconds; a dead one does not."""
+    """Return whether an aggregator answers within `timeout` seconds. A dead one does not."""
     import ray
 
     try:
@@ -82,13 +81,13 @@ def answers(aggregator: Any, timeout: float) -> bool:
 
 
 def find_relays(session: str) -> dict[str, Any]:
-    """Return the handles of a session's relays by node id."""
+    """Return the handles of a session's relays, by node id."""
     relays = {node_id: find_relay(session, node_id) for node_id in relay_nodes(session)}
     return {node_id: relay for node_id, relay in relays.items() if relay is not None}
 
 
 def relay_nodes(session: str) -> set[str]:
-    """Return the ids of the nodes for which there is a relay of that session; asks the cluster once."""
+    """Return the ids of the nodes that have a relay of the session. Asks the cluster once."""
     from ray.util import list_named_actors
 
     prefix = relay_name(session, "")
@@ -98,7 +97,7 @@ def relay_nodes(session: str) -> set[str]:
 
 
 def cluster_nodes() -> list[dict[str, Any]]:
-    """Return every node that is or was in the cluster, as `ray.nodes` does."""
+    """Return every node that is or was in the cluster, in the form of `ray.nodes`."""
     import ray
 
     nodes: list[dict[str, Any]] = bare(ray.nodes)()
@@ -106,7 +105,7 @@ def cluster_nodes() -> list[dict[str, Any]]:
 
 
 def bare(api: Any) -> Any:
-    """Return Ray's API without its habit of starting a cluster if there is none."""
+    """Return Ray's API without its default of starting a cluster if there is none."""
     return getattr(api, "__wrapped__", api)
 
 
@@ -120,13 +119,13 @@ def _find(name: str) -> Any | None:
 
 
 _used: list[ActorConfig] = []
-"""Sessions that this process has started or found and not stopped, the last one last."""
+"""Sessions that this process has started or found and not stopped. The newest is last."""
 
 
 class ActorConfig(msgspec.Struct, frozen=True):
     """
-    One session's actors; paths are absolute, on the node where they run. Travels as JSON: nothing of ours
-    is pickled.
+    Configuration of one session's actors. Paths are absolute, on the node where the actors run. It is sent as
+    JSON: none of our objects are pickled.
     """
 
     session: str
@@ -134,39 +133,39 @@ class ActorConfig(msgspec.Struct, frozen=True):
     folder: str = ""
     """Folder of the session's files."""
     socket: str = ""
-    """Path of the relay's socket; "" is one in `relay_folder`, which every node has for itself."""
+    """Path of the relay's socket. "": a socket in `relay_folder`, which is different on every node."""
     spool: str = ""
-    """Folder for what agents could not deliver; "" is one in `relay_folder`."""
+    """Folder for what agents could not deliver. "": a folder in `relay_folder`."""
     info: dict[str, str | int | float | None] = {}
     """Facts about the run that the launcher knows."""
     everywhere: bool = False
-    """Whether the aggregator keeps a relay on every node of the cluster, also on those that join later."""
+    """Whether the aggregator keeps a relay on every node of the cluster, including nodes that join later."""
     runtime_env: str = ""
     """Runtime environment of the relays that the aggregator creates, as JSON."""
     launch: str = ""
     """
-    Which launch of the job the relay is of, where its node has a relay of another one: "." and hex digits.
-    Appended to the node's id: to the session they are two nodes, as to torchrun.
+    Id of the launch that the relay belongs to, if its node has a relay of another launch: "." and hex digits.
+    It is appended to the node's id: for the session these are two nodes, as for torchrun.
     """
 
 
 class About(msgspec.Struct, frozen=True):
-    """Identity of a session's aggregator. Read by any version: fields are never removed."""
+    """Identity of a session's aggregator. Any version can read it: fields are never removed."""
 
     version: str
     session: str
     folder: str
-    """Where the session's files are,"""
+    """Folder of the session's files."""
     node_id: str
     """Id of the node that `folder` is on."""
     config: msgspec.Raw
-    """`ActorConfig` as JSON, as that version writes it."""
+    """`ActorConfig` as JSON, in the form that the aggregator's version writes."""
     started_at: int | None = None
-    """When the session began, ns since the epoch: another one may take its name and folder later."""
+    """When the session began, in ns since the epoch. A later session may have the same name and folder."""
 
 
 def configure(settings: Settings, runtime_env: str = "") -> ActorConfig:
-    """Return how the actors of a session are made that has a relay on every node; `runtime_env` as JSON."""
+    """Return the configuration of a session with a relay on every node. `runtime_env` is JSON."""
     name = settings.session or DEFAULT_SESSION
     out = settings.out if settings.out.startswith("~") else str(_here() / settings.out)
     settings = msgspec.structs.replace(settings, session=name, out=out)
@@ -178,23 +177,29 @@ def configure(settings: Settings, runtime_env: str = "") -> ActorConfig:
 
 
 def current_config() -> ActorConfig | None:
-    """Return how that session is made which this process started (or found) last and has not stopped."""
+    """
+    Return the configuration of the session that this process started (or found) last and has not
+    stopped.
+    """
     return _used[-1] if _used else None
 
 
 def remember(config: ActorConfig) -> None:
-    """Make a session the current one of this process."""
+    """Make a session the current session of this process."""
     forget(config.session)
     _used.append(config)
 
 
 def forget(session: str) -> None:
-    """Remove a stopped session from those of this process."""
+    """Remove a stopped session from the sessions of this process."""
     _used[:] = [config for config in _used if config.session != session]
 
 
 def _here() -> Path:
-    """Return what a relative folder is relative to; for a driver that is not on the cluster, a home there."""
+    """
+    Return the folder that relative paths refer to. For a driver outside the cluster: a home folder on the
+    cluster.
+    """
     from ray.util.client import ray as client
 
     is_connected: Callable[[], bool] = client.is_connected

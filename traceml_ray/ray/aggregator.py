@@ -1,8 +1,9 @@
 """
-Ray actor around `AggregatorCore`; a background thread commits, judges and writes what has ended.
+The aggregator as a Ray actor around `AggregatorCore`. A background thread commits, judges, and writes the
+files of what has ended.
 
-Ray imports this module wherever the actor is called from, so into a rank that finds no relay: what only the
-actor needs is imported in it.
+Ray imports this module in every process that calls the actor, for example in a rank that finds no relay. So
+imports that only the actor needs are inside the actor.
 """
 
 from __future__ import annotations
@@ -39,25 +40,25 @@ if TYPE_CHECKING:
 
 GC_ALLOCATIONS = 100_000
 """
-Between collections of garbage (Python: 700): a large job's messages are so many objects a second, none of
-them in a cycle.
+Number of allocations between two garbage collections (Python's default: 700). The messages of a large job
+make this many objects a second, and none of them is in a reference cycle.
 """
 COMMIT_S = 1.0
 JUDGE_S = 0.25
 JUDGE_SHARE = 0.1
 """
-A large job is judged less often, at most once a commit: judging may take this share of a core. One of many
-nodes is judged once all have sent their rows, or half a second after they should have.
+Largest share of a core that judging may use. A large job is judged less often, at most once per commit. A job
+of many nodes is judged once all nodes have sent their rows, or half a second after they should have.
 """
 
 
 class Aggregator:
     """
-    One per session. Only bytes come in and go out; a restarted one goes on from the session file. When the
-    session is over (`monitor.finish`) it ends every actor of it, itself last.
+    The aggregator of one session. Only bytes go in and out. A restarted aggregator continues from the session
+    file. When the session is over (`monitor.finish`), it ends all actors of the session, itself last.
 
-    Synchronous, with a thread for `ingest`, two for `query` and one for `bulk`: neither a slow question nor a
-    large trace delays a row.
+    It is synchronous, with one thread for `ingest`, two for `query` and one for `bulk`, so that neither a
+    slow question nor a large trace delays rows.
     """
 
     def __init__(self, config: bytes) -> None:
@@ -124,7 +125,7 @@ class Aggregator:
         end_myself()
 
     def _load_reports(self) -> None:
-        """Load what the report needs while the job runs: the end of the job waits for the report."""
+        """Import the report's modules while the job runs, because the end of the job waits for the report."""
         from traceml_ray.document import text
 
         self._loaded = True
@@ -134,7 +135,7 @@ class Aggregator:
         return self._stopped is not None or self._core.over or self._core.fenced
 
     def _stay_alone(self) -> None:
-        """Hold the session once its launcher has gone, and find out whether missing nodes are lost."""
+        """Keep the session once its launcher has gone, and find out whether missing nodes are lost."""
         if not self._alone:
             self._alone = True
             self._membership.start()
@@ -149,14 +150,14 @@ class Aggregator:
             self._core.errors.note("lock", error)
 
     def _node_state(self, node_id: str, hostname: str, address: str, alive: bool) -> None:
-        """Note the state of a node of the cluster; a launcher's session is not on all of them."""
+        """Record the state of a node of the cluster. A launcher's session may not be on all nodes."""
         if self._config.everywhere or not alive:
             self._core.node_state(node_id, hostname, address, alive)
 
     def _end_superseded(self) -> None:
         """
-        End this process: another one has taken the session over. Where the session has ended there, the actor
-        ends for good; otherwise the other process is this actor, restarted by Ray.
+        End this process because another process has taken the session over. If the session has ended there,
+        the actor ends permanently. Otherwise the other process is this actor, restarted by Ray.
         """
         from traceml_ray.store.schema import SessionFileError
 
@@ -167,7 +168,10 @@ class Aggregator:
 
     @ray.method(concurrency_group="ingest")
     def ingest(self, data: bytes, commit: bool = False) -> bytes:
-        """Take a RelayBatch and return RelayReply; with `commit`, it is on disk before that."""
+        """
+        Accept a RelayBatch and return a RelayReply. With `commit`, the batch is on disk before
+        the reply.
+        """
         reply = self._core.ingest(data)
         if self._core.pace.round_is_complete:
             self._wake.set()
@@ -177,14 +181,17 @@ class Aggregator:
 
     @ray.method(concurrency_group="ingest")
     def finish(self, data: bytes) -> bytes:
-        """Take Finish of a node that has left, or Run; return Finished: how far that end is."""
+        """
+        Accept the `Finish` of a node that has left, or the end of a run. Return `Finished`: the progress of
+        that end.
+        """
         reply = self._core.end(data)
         self._wake.set()
         return reply
 
     @ray.method(concurrency_group="bulk")
     def bulk(self, data: bytes) -> bytes:
-        """Take TracePart, return TraceReply."""
+        """Accept a `TracePart`; return a `TraceReply`."""
         return self._core.bulk(data)
 
     @ray.method(concurrency_group="query")
@@ -194,7 +201,7 @@ class Aggregator:
 
     @ray.method(concurrency_group="query")
     def about(self) -> bytes:
-        """Return who and where this is: `About` as JSON."""
+        """Return the identity and place of this aggregator: `About` as JSON."""
         folder, config = str(self._core.folder.path), msgspec.Raw(msgspec.json.encode(self._config))
         return msgspec.json.encode(
             About(__version__, self._config.session, folder, self._node_id, config, self._core.started_at)
@@ -202,14 +209,14 @@ class Aggregator:
 
     @ray.method(concurrency_group="query")
     def relay_wanted(self) -> None:
-        """Look for nodes that have no relay: a process on one of them has found none."""
+        """Look for nodes without a relay, because a process on such a node has found none."""
         self._membership.check_now()
 
     @ray.method(concurrency_group="query")
     def stop(self) -> bytes:
         """
-        End the session: relays hand over what they hold, the files are written, and every actor of
-        the session ends. Return Finished; this actor is gone a moment later.
+        End the session: relays hand over what they hold, the files are written, and all actors of the session
+        end. Return Finished; this actor exits a moment later.
         """
         try:
             return codec.encode(self._stop())
@@ -248,7 +255,7 @@ class Aggregator:
 
     def _ask_relays(self, method: str, *args: object) -> list[Any]:
         """
-        Call every relay, wait a little for those that reported lately; return the handles of all that were
+        Call every relay, and wait a moment for those that reported recently. Return the handles of all relays
         found.
         """
         relays: dict[str, Any] = {}
@@ -264,5 +271,5 @@ class Aggregator:
 
 
 def ensure_aggregator(config: ActorConfig, node_id: str, *, fresh: bool = False) -> Any:
-    """Find or make the session's aggregator, on that node; return its handle. Raises as `make`."""
+    """Find or create the session's aggregator on node `node_id`; return its handle. Raises as `make`."""
     return make(Aggregator, aggregator_name(config.session), node_id, config, fresh)

@@ -1,10 +1,10 @@
 """
-The way to the relay by actor calls from a process that is not Ray's own: a rank under torchrun with
+The channel to the relay by actor calls from a process that Ray did not start: a rank under torchrun with
 `--channel actor`.
 
-To attach is to let Ray into the training process, so it is done late (in a thread of its own, when
-the relay of this node is known to be there), leaves no hook behind, and ends within a deadline. Until
-then, and whenever Ray is away, offers are refused and the agent buffers.
+Attaching lets Ray into the training process. So it is done late, in a separate thread and only when the relay
+of this node is known to exist. It leaves no hook behind and ends within a deadline. Until then, and whenever
+Ray is unavailable, offers are refused and the agent buffers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from traceml_ray.ray.connection import attach, raylet_answers, set_environ
 from traceml_ray.store.session import read_json
 
 ATTACH_S = 2.0
-"""How long the process waits at its end for an attach that is under way, in s."""
+"""Time for which the process waits at its end for an attach in progress, in s."""
 SHUTDOWN_S = 1.0
 TURN_S = 0.0005
 _LOOK_S = 0.2
@@ -50,8 +50,8 @@ class AttachedChannel:
     Attaches to Ray in the background and is an `ActorChannel` from then on.
 
     Args:
-        path: of the relay's socket: while no relay listens there, Ray is left alone.
-        session: name.
+        path: path of the relay's socket. While no relay listens there, Ray is not used.
+        session: name of the session.
     """
 
     def __init__(self, path: str, session: str) -> None:
@@ -67,15 +67,15 @@ class AttachedChannel:
 
     @property
     def generation(self) -> int:
-        """Number of relays found so far."""
+        """Number of times a relay was found so far."""
         return 0 if self._channel is None else int(self._channel.generation)
 
     def offer(self, data: bytes) -> bool:
-        """Call the relay; False until this process is attached, and as `ActorChannel`."""
+        """Call the relay. Return False until this process is attached, and as `ActorChannel.offer` does."""
         return self._channel is not None and bool(self._channel.offer(data))
 
     def replies(self) -> list[bytes]:
-        """Return whatever the relay has answered since the last call."""
+        """Return what the relay has answered since the last call."""
         return [] if self._channel is None else list(self._channel.replies())
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class AttachedChannel:
             self._channel.close()
 
     def forked(self) -> None:
-        """Leave Ray's objects as they are: to free one takes locks that may never be released."""
+        """Leave Ray's objects as they are: freeing one takes locks that may never be released."""
         atexit.unregister(self._leave)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
@@ -127,7 +127,7 @@ class AttachedChannel:
         _end_with_the_interpreter(ray)
 
     def _leave(self) -> None:
-        """End of the process: leave Ray, and do not wait for it longer than a moment."""
+        """Leave Ray at the end of the process, and wait for that only a moment."""
         self.close()
         self._thread.join(ATTACH_S if self._attached else 0)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
@@ -152,7 +152,7 @@ class AttachedChannel:
 
 
 def _listener(path: str) -> int:
-    """Return the pid of the relay that listens there; 0 when none does."""
+    """Return the pid of the relay that listens at `path`; 0 when no relay does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as probe:
         probe.setblocking(False)
         try:
@@ -166,9 +166,9 @@ def _listener(path: str) -> int:
 
 def _end_with_the_interpreter(ray: Any) -> None:
     """
-    Have this process, and each child that it forks, be over when Python is done, with the exit code it has.
+    Make this process, and each child that it forks, exit when Python is done, with the exit code it has then.
 
-    Ray's own handler at exit has no deadline, and what C++ does after Python hangs or crashes where Ray's
+    Ray's own exit handler has no deadline. The C++ code that runs after Python hangs or crashes if Ray's
     threads still wait for a head or a raylet that does not answer, and in every forked child.
     """
     atexit.unregister(ray.shutdown)
@@ -178,7 +178,7 @@ def _end_with_the_interpreter(ray: Any) -> None:
 
 
 def _keep_for_good(ray: Any) -> None:
-    """Never free Ray's C++ objects: Python would do so at exit, where it can hang or crash."""
+    """Never free Ray's C++ objects: Python would free them at exit, where that can hang or crash."""
     worker = ray._private.worker
     state, kv = map(importlib.import_module, ("ray._private.state", "ray.experimental.internal_kv"))
     for holder in (worker.global_worker, worker._global_node, state.state, kv):
@@ -188,7 +188,7 @@ def _keep_for_good(ray: Any) -> None:
 
 
 def _stop_printing_errors(ray: Any) -> None:
-    """End the thread in which Ray prints the cluster's troubles into the script's output."""
+    """End the thread with which Ray prints errors of the cluster into the script's output."""
     worker = ray._private.worker.global_worker
     worker.threads_stopped.set()
     worker.gcs_error_subscriber.close()
@@ -197,7 +197,7 @@ def _stop_printing_errors(ray: Any) -> None:
 
 @contextlib.contextmanager
 def _short_turns() -> Generator[None]:
-    """Let the training thread have the GIL back after 0.5 ms, not 5, while this thread imports."""
+    """While this thread imports, let the training thread have the GIL back after 0.5 ms instead of 5 ms."""
     usual = sys.getswitchinterval()
     sys.setswitchinterval(min(usual, TURN_S))
     short = sys.getswitchinterval()

@@ -1,6 +1,6 @@
 """
-Whether the head of a Ray cluster can be reached, and from what address: asked without Ray, because
-`ray.init` to a dead address never returns.
+Checks, without Ray, whether the head of a Ray cluster can be reached, and from what address. `ray.init` to a
+dead address never returns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ import psutil
 from traceml_ray.ray.actors import NAMESPACE, Attachment
 
 ONE_NODE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Keeps Ray on 127.0.0.1; without it, it takes that for an address of this machine that others can reach."""
+"""
+Keeps Ray on 127.0.0.1. Without this, Ray takes 127.0.0.1 for an address of this machine that others can
+reach.
+"""
 _TRY_S = 2.0
 _TOKEN_FILE = ".ray/auth_token"
 _TOKEN_OF_KUBERNETES = "RAY_ENABLE_K8S_TOKEN_AUTH"
@@ -31,20 +34,20 @@ _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """First bytes of an HTTP/2 connection, which gRPC uses."""
 _AGAIN_S = 0.05
 _NOBODY = "192.0.2.1"
-"""Address that only serves to find the local address that routes there; nothing is sent."""
+"""An address that is only used to find the local address that routes to it. Nothing is sent."""
 
 
 def attach(where: Attachment, timeout_s: float, before: Callable[[Any], None] = lambda _ray: None) -> None:
     """
-    Attach this process to a Ray cluster, and change the environment for that.
+    Attach this process to a Ray cluster, changing the environment as needed.
 
     Args:
         where: the cluster.
         timeout_s: how long to wait until something listens there.
-        before: called with Ray, imported, before it attaches.
+        before: called with the imported `ray` module before it attaches.
 
-    Raises ConnectionError when the cluster cannot be reached or does not take our token, and what `ray.init`
-    raises.
+    Raises ConnectionError when the cluster cannot be reached or does not accept our token. Also raises what
+    `ray.init` raises.
     """
     address, _ = resolve_address(where.address, timeout_s)
     set_environ(
@@ -73,8 +76,8 @@ def attach(where: Attachment, timeout_s: float, before: Callable[[Any], None] = 
 
 def find_token(environ: Mapping[str, str]) -> tuple[str, str]:
     """
-    Return the token that Ray takes in an environment, "" where it finds none, and the place where it is (or
-    was looked for last). Only with RAY_AUTH_MODE=token Ray makes use of it.
+    Return the token that Ray uses in an environment ("": none), and the place where it is, or was looked for
+    last. Ray uses the token only with RAY_AUTH_MODE=token.
     """
     if token := environ.get("RAY_AUTH_TOKEN", "").strip():
         return token, "RAY_AUTH_TOKEN"
@@ -102,8 +105,8 @@ def _lacks_token() -> str:
 
 def _refusal(address: str) -> str:
     """
-    Return why the cluster does not let this process in for want of the right token; "" where it does, or
-    where that cannot be known. `ray.init` takes 20 s for it, and only reports that it has failed to connect.
+    Return why the cluster refuses this process for lack of the right token. "": it does not, or that cannot
+    be known. `ray.init` takes 20 s to find out, and only reports that it has failed to connect.
     """
     from ray import _raylet, exceptions
 
@@ -121,14 +124,17 @@ def _refusal(address: str) -> str:
 
 
 def _load_library() -> None:
-    """Load Ray's library as its import does, but without the GIL, which that keeps for 15 ms."""
+    """
+    Load Ray's library as its import does, but without holding the GIL: Ray's own import holds it
+    for 15 ms.
+    """
     spec = importlib.util.find_spec("ray")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         ctypes.CDLL(None).dlopen(os.fsencode(Path(folder) / "_raylet.so"), os.RTLD_NOW)
 
 
 def set_environ(values: Mapping[str, str | None]) -> None:
-    """Set variables of the environment; None removes one."""
+    """Set environment variables. A value of None removes the variable."""
     for name, value in values.items():
         if value is None:
             os.environ.pop(name, None)
@@ -138,10 +144,10 @@ def set_environ(values: Mapping[str, str | None]) -> None:
 
 def resolve_address(address: str, timeout_s: float) -> tuple[str, str]:
     """
-    Return (ip:port of the head, own address on the way to it) once something listens at `address`.
+    Return (ip:port of the head, local address of the route to it) once something listens at `address`.
 
-    Names are resolved anew at each attempt: the head's may not exist yet. Raises ConnectionError
-    after `timeout_s`.
+    Names are resolved anew at each attempt, because the name of the head may not exist yet. Raises
+    ConnectionError after `timeout_s`.
     """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout_s
@@ -158,7 +164,10 @@ def resolve_address(address: str, timeout_s: float) -> tuple[str, str]:
 
 
 def _greet(connection: socket.socket) -> None:
-    """Wait for a gRPC server's first bytes: the kernel accepts connections even for a stopped process."""
+    """
+    Wait for the first bytes of a gRPC server: the kernel accepts connections even for a stopped
+    process.
+    """
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("0", "false", ""):
         connection.sendall(_GREETING)
         if not connection.recv(1):
@@ -166,7 +175,7 @@ def _greet(connection: socket.socket) -> None:
 
 
 def raylet_answers(relay_pid: int) -> bool:
-    """Return whether the raylet that a relay is a worker of answers on any of its ports."""
+    """Return whether the raylet of a relay, which is its worker, answers on any of its ports."""
     raylet: Any = psutil.Process(relay_pid).parent()
     if raylet is None:
         return False
@@ -184,7 +193,7 @@ def raylet_answers(relay_pid: int) -> bool:
 
 
 def join(host: str, port: int) -> str:
-    """Return host:port, with brackets around an address that has colons itself."""
+    """Return host:port. An address that contains colons is put into brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -194,8 +203,8 @@ def node_address(head: str, rank: int, source: str = "") -> str:
 
     Args:
         head: host:port of the cluster's head.
-        rank: of this node: several launchers on one machine have a loopback address each.
-        source: this node's address on the way to the head; empty: it is looked up.
+        rank: rank of this node. Several launchers on one machine each have a loopback address.
+        source: local address of the route to the head. "": it is looked up.
     """
     host, _, port = head.rpartition(":")
     source = source or _source_address(host.strip("[]"), int(port))

@@ -1,4 +1,4 @@
-"""What an agent needs in a process that Ray started: its session, its channel to the relay, its name."""
+"""What an agent needs in a process that Ray started: its session, its channel to the relay and its name."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from traceml_ray.ray.actors import relay_folder
 
 
 def spool_of(session: str) -> str:
-    """Return the folder on this node for what a rank could not deliver."""
+    """Return the folder on this node for rows that a rank could not deliver."""
     return str(relay_folder(session, ray.get_runtime_context().get_node_id()))
 
 
 def named(identity: Callable[[], RankIdentity]) -> Callable[[], RankIdentity]:
     """
-    Return `identity` with what Ray knows: the actor's (or task's) name, and as the run, where none was
-    given, the Ray job. A process that has no rank is left to the aggregator to be numbered.
+    Return `identity` with what Ray knows: the name of the actor (or task), and the Ray job as the run if no
+    run was given. The aggregator numbers a process that has no rank.
     """
     context = ray.get_runtime_context()
     name = ""

@@ -1,7 +1,6 @@
 """
-Watches which nodes join and leave the cluster, and keeps a relay on each where a session is everywhere.
-
-Makes an actor of a session. The one place that knows their options.
+Creates the actors of a session; only this module knows their options. It also watches which nodes join and
+leave the cluster, and keeps a relay on each node if the session is on every node.
 
 Ray is imported when it is needed: the launcher and the ranks use this package without it.
 """
@@ -25,7 +24,7 @@ _GROUPS: dict[str, Any] = {"concurrency_groups": {"ingest": 1, "query": 2, "bulk
 
 
 def ensure_relay(config: ActorConfig, node_id: str, *, fresh: bool = False) -> Any:
-    """Find or make the session's relay of that node (and launch); return its handle. Raises as `make`."""
+    """Find or create the session's relay of that node (and launch); return its handle. Raises as `make`."""
     from traceml_ray.ray.node_relay import NodeRelay
 
     return make(NodeRelay, relay_name(config.session, node_id + config.launch), node_id, config, fresh)
@@ -33,9 +32,9 @@ def ensure_relay(config: ActorConfig, node_id: str, *, fresh: bool = False) -> A
 
 def make(cls: type, name: str, node_id: str, config: ActorConfig, fresh: bool) -> Any:
     """
-    Find or make the actor of that name on that node; return its handle.
+    Find or create the actor called `name` on node `node_id`; return its handle.
 
-    Raises ValueError when it must be `fresh` and there is one already.
+    Raises ValueError when the actor must be `fresh` but exists already.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -56,26 +55,26 @@ def make(cls: type, name: str, node_id: str, config: ActorConfig, fresh: bool) -
 
 
 CHECK_S = 2.0
-"""How often the cluster is checked, in s; a joining node has its relay within twice that."""
+"""Interval at which the cluster is checked, in s. A joining node has its relay within twice that."""
 MOST_S = 300.0
-"""Longest delay before a relay that does not stay is created again, in s; delays double from 2 s."""
+"""Longest delay before a relay that keeps ending is created again, in s. Delays double from 2 s."""
 STAYS_S = 60.0
-"""A relay alive for this long, in s, counts as started; it has its name earlier."""
+"""A relay that lives this long, in s, counts as started. It has its name earlier."""
 AT_ONCE = 5
-"""How many times in a row a relay is created immediately when an agent has found none."""
+"""Number of times in a row that a relay is created immediately when an agent has found none."""
 _REPORTED = 3
-"""Number of failed creations in a row that is reported as an error: a single relay may have been killed."""
+"""Number of failed creations in a row that is reported as an error. A single relay may have been killed."""
 
 
 @dataclass(eq=False)
 class Membership:
     """
-    A thread that makes the relays that are missing; one that was killed for good is made again.
+    A thread that creates missing relays, including relays that were killed permanently.
 
     Args:
-        config: of the session.
-        on_change: called with (node id, hostname, address, alive) when a node came or went, and once for each
-            that was there, or gone, before.
+        config: configuration of the session.
+        on_change: called with (node id, hostname, address, alive) when a node joined or left, and once for
+            each node that was present, or gone, before.
         errors: counts checks that failed, and nodes on which no relay stays.
         clock: monotonic seconds.
     """
@@ -88,7 +87,10 @@ class Membership:
     def __post_init__(self) -> None:
         self._alive: dict[str, bool] = {}
         self._made: dict[str, tuple[int, float]] = {}
-        """By node id: how many times in a row its relay was created, and when it may be created again."""
+        """
+        How many times in a row the relay of a node was created, and when it may be created again;
+        by node id.
+        """
         self._wake = threading.Event()
         self._ended = threading.Event()
         self._checking = threading.Lock()
@@ -98,11 +100,11 @@ class Membership:
         threading.Thread(target=self._run, name="traceml-membership", daemon=True).start()
 
     def check_now(self) -> None:
-        """Check at once: an agent found no relay."""
+        """Check immediately, because an agent found no relay."""
         self._wake.set()
 
     def end(self) -> None:
-        """Stop creating relays; returns when none is being created."""
+        """Stop creating relays. Returns once none is being created."""
         self._ended.set()
         self._wake.set()
         with self._checking:

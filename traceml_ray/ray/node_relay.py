@@ -1,8 +1,8 @@
 """
 The relay as a Ray actor, and its way to the aggregator.
 
-Ray imports this module wherever the actor is called from, so into every rank that calls it: what only the
-actor needs is imported in it.
+Ray imports this module in every process that calls the actor, so in every rank that calls it. Imports that
+only the actor needs are therefore inside the actor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from traceml_ray.wire.codec import ready
 
 
 class NodeRelay:
-    """One per node and session (of a launched one: per launch on that node), pinned to its node."""
+    """
+    The relay of one node and session, pinned to its node. In a launched session: one per launch
+    on that node.
+    """
 
     def __init__(self, config: bytes) -> None:
         from traceml_ray.monitor import private_folders as folders
@@ -50,12 +53,12 @@ class NodeRelay:
 
     @ray.method(concurrency_group="ingest")
     def ingest(self, data: bytes, fresh: bool = True) -> bytes:
-        """Take a RankBatch, return RankReply; see `RelayCore.accept`."""
+        """Accept a RankBatch; return a RankReply. See `RelayCore.accept`."""
         return self._relay.accept(data, fresh)
 
     @ray.method(concurrency_group="query")
     def ready(self) -> str:
-        """Return the relay's incarnation: it is listening."""
+        """Return the relay's incarnation. The answer shows that it is listening."""
         return self._relay.incarnation
 
     @ray.method(concurrency_group="query")
@@ -65,31 +68,31 @@ class NodeRelay:
 
     @ray.method(concurrency_group="query")
     def end(self, timeout_s: float = HAND_OVER_S) -> None:
-        """Hand over what is held, or leave it in the folder; the actor itself is ended from outside."""
+        """Hand over all held data, or leave it in the folder. The actor itself is ended from outside."""
         self._relay.end(timeout_s)
         self._sampler.close()
 
 
 class ActorTransport(ActorCalls):
-    """Calls to the aggregator: `relay.Transport`."""
+    """Calls to the aggregator; implements `outbox.Transport`."""
 
     def __init__(self, session: str) -> None:
         super().__init__(lambda: find_aggregator(session))
         self._bulk = ActorCalls(lambda: find_aggregator(session))
-        """Calls of another thread."""
+        """Calls that another thread makes."""
 
     def ingest(self, data: bytes, commit: bool) -> bool:
-        """Hand over a RelayBatch; False while there is no aggregator or it has enough to do."""
+        """Send a RelayBatch. Return False if there is no aggregator or it has enough to do."""
         return self.call("ingest", data, commit)
 
     def finish(self, data: bytes) -> bool:
-        """Hand over Finish; False as for `ingest`."""
+        """Send a Finish. Return False as `ingest` does."""
         return self.call("finish", data)
 
     def send_part(self, data: bytes) -> bool:
-        """Hand over TracePart; False as for `ingest`."""
+        """Send a TracePart. Return False as `ingest` does."""
         return self._bulk.call("bulk", data)
 
     def part_replies(self, timeout_s: float) -> list[bytes | Exception]:
-        """Return the replies to these, as `BulkTransport`."""
+        """Return the replies to `send_part`, see `BulkTransport`."""
         return self._bulk.poll(timeout_s)
