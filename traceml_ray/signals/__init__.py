@@ -1,1 +1,1 @@
-"""What is known of a run beside its steps: each signal is a folder."""
+"""Everything that is known about a run besides its steps. Each signal is a folder."""

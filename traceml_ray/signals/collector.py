@@ -1,4 +1,4 @@
-"""What a signal does in a training process, on the agent's thread."""
+"""The part of a signal that runs in a training process, on the agent's thread."""
 
 from __future__ import annotations
 
@@ -16,53 +16,58 @@ from traceml_ray.wire.codec import Part
 
 @dataclass
 class Rank:
-    """What there is to collect from, in one training process."""
+    """Everything in one training process that a collector may read from."""
 
     recorder: Recorder
     instrumentation: Instrumentation
     device: DeviceUse
     settings: Settings
     add_event: Callable[[wire.Event], object]
-    """Has an event sent with the next batch; any thread may."""
+    """Sends an event with the next batch. Any thread may call it."""
     spool: str | None = None
-    """Folder for what may not be stored when the process ends."""
+    """Folder for data that is not confirmed as stored when the process ends."""
     memory_from: dict[str, str] = field(default_factory=dict)
-    """Where fields of memory samples come from, for the next batch (`wire.RankBatch.memory_from`)."""
+    """Source of each field of memory samples, for the next batch (`wire.RankBatch.memory_from`)."""
     spans: Sequence[wire.SpanSum] = ()
-    """Those that were closed since the last round."""
+    """Spans that were closed since the last round."""
 
     @property
     def errors(self) -> Errors:
-        """Counts what goes wrong, by place."""
+        """Counts errors, by place."""
         return self.instrumentation.errors
 
     @property
     def missing(self) -> dict[str, str]:
-        """Takes the reason why something is not known, by its name."""
+        """Reasons why values are not known, by name."""
         return self.instrumentation.missing
 
 
 class Collector:
     """
-    Collects the records of a signal. It is made when the agent is, perhaps before torch can be used. All
-    calls are the agent's; what they raise is counted, and costs nothing else.
+    Collects the records of a signal.
+
+    It is made together with the agent, possibly before torch can be used. Only the agent calls it. An
+    exception is counted and has no other effect.
     """
 
     commands: tuple[str, ...] = ()
-    """Names of the commands that `handle_command` takes, see `wire.Command`."""
+    """Names of the commands that `handle_command` accepts, see `wire.Command`."""
 
     def install(self) -> None:
-        """Begin: the process is known to be a rank."""
+        """Start: the process is now known to be a rank."""
 
     def collect(self, final: bool) -> Iterable[Part]:
-        """Return the records that are due, once a round; `final`: nothing comes after."""
+        """Return the records that are due. Called once per round; `final`: this is the last call."""
         raise NotImplementedError
 
     def handle_command(self, command: wire.Command) -> None:
-        """Do what a command for this rank asks; it is repeated until it is done."""
+        """Execute a command for this rank. The command is repeated until it is done."""
 
     def abandon(self, forked: bool) -> None:
-        """Let go of torch: this process is no longer watched, or (`forked`) is a child of one that is."""
+        """
+        Stop using torch: this process is no longer watched, or (`forked`) is a child of a
+        watched process.
+        """
 
     def remove(self) -> None:
-        """Put everything back, after the last round, or in a child."""
+        """Restore everything, after the last round or in a child process."""

@@ -1,4 +1,4 @@
-"""All that collect in a training process, by signal. Nothing here, nor what it imports, imports numpy."""
+"""All collectors of a training process, by signal. This module and its imports do not import numpy."""
 
 from __future__ import annotations
 
@@ -23,4 +23,4 @@ COLLECTORS: dict[str, Callable[[Rank], Collector]] = {
     "experts": RouterCollector,
     "logged": MetricLog.of_rank,
 }
-"""Collectors by the name under which their failures are counted, in the order in which they collect."""
+"""Collectors by the name under which their failures are counted, in the order in which they run."""

@@ -1,6 +1,8 @@
 """
-A finding: one shape for what is found of steps, memory, layers, shards, experts and nodes; and what a
-verdict names as findings. Those of other signals are made by their views.
+A finding: one struct for findings about steps, memory, layers, shards, experts and nodes. Also converts
+verdicts to findings.
+
+The views of other signals make their own findings.
 """
 
 from __future__ import annotations
@@ -19,61 +21,61 @@ from traceml_ray.analysis.verdict_shapes import TimedEpisode, VerdictInfo
 
 Value = int | float | str | bool | None
 OnSteps = Verdict | VerdictInfo
-"""A verdict on steps, as it is judged or as it is answered."""
+"""A verdict on steps, as judged or as answered."""
 MOST = 100
-"""So many findings of a run are listed."""
+"""Largest number of findings that are listed for a run."""
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "notice", "info")
 """The most severe first."""
 _NODES = 2
-"""So many nodes are listed in a headline; others are counted."""
+"""Number of nodes that are listed in a headline. Further nodes are counted."""
 _KEY_RANKS = 8
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that was found in a run. None means "not known"; an empty tuple, that none is named."""
+    """Something that was found in a run. None means "not known"; an empty tuple means that none is named."""
 
     key: str
-    """Names it among the findings of its run, and stays as it is while the same thing is found."""
+    """Identifies the finding in its run. It does not change while the same thing is found."""
     signal: str
-    """What it is about: the name of its view (`signals.views`), `nodes`, or `steps`: of the verdict."""
+    """Subject: the name of its view (`signals.views`), `nodes`, or `steps` for findings of the verdict."""
     label: str
-    """Its kind: a label of a verdict, `memory_creep`, `slow_layer`, …"""
+    """Kind of finding: a label of a verdict, `memory_creep`, `slow_layer`, …"""
     severity: Severity
     ranks: tuple[int, ...] = ()
     nodes: tuple[str, ...] = ()
-    """Nodes of `ranks`, or the node that it is about, as they are shown."""
+    """Nodes of `ranks`, or the node that the finding is about, by their labels."""
     device: int | None = None
-    """As its process (`nodes`: its node) numbers it; None: no device, or the host's memory."""
+    """Device index in its process (for `nodes`: in its node). None: no device, or the host's memory."""
     stages: tuple[str, ...] = ()
     """Stages of the step in which ranks are late, the worst first."""
     what: str | None = None
-    """The layer, router, span, kind of collective or quantity of a node that it is about."""
+    """The layer, router, span, kind of collective or quantity of a node that the finding is about."""
     from_step: int | None = None
     to_step: int | None = None
     from_ns: int | None = None
-    """When it began, ns since the epoch on the aggregator's clock."""
+    """When it began (ns since the epoch, aggregator's clock)."""
     to_ns: int | None = None
-    """When it was seen last, on the same clock."""
+    """When it was last seen (ns since the epoch, aggregator's clock)."""
     cost: float | None = None
-    """Share (0..1) of the time that fixing it saves; of what time, says `about`."""
+    """Share (0..1) of time that a fix saves. `about` says of which time."""
     about: Literal["now", "run"] = "now"
-    """What `cost` is a share of: the time since it began, or the whole run."""
+    """What `cost` is a share of: the time since the finding began (`now`), or the whole run (`run`)."""
     cost_s: float | None = None
     """`cost` in seconds."""
     confidence: str | None = None
     """low, medium, high."""
     why: str = ""
-    """Sentences for a person."""
+    """Explanation in sentences for a person."""
     next: str = ""
     """What to do."""
     evidence: dict[str, Value] = {}
-    """Numbers and words by name; the ends of the names are units."""
+    """Numbers and words by name. The end of a name is its unit."""
     explains: str | None = None
-    """Key of the finding that this may explain: both were seen at the same place and time."""
+    """Key of a finding that this one may explain: both were seen at the same place and time."""
 
     @property
     def headline(self) -> str:
-        """Its kind, and who, in one line: "memory creep: rank 2 (node-0)"."""
+        """Kind and ranks in one line: "memory creep: rank 2 (node-0)"."""
         what = (
             None
             if self.signal == "steps"
@@ -88,7 +90,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 def headline(
     label: str, ranks: Sequence[int], nodes: Sequence[str], *, what: str | None = None, inside: str = ""
 ) -> str:
-    """Return a kind, what it is about and who in one line: "straggler: rank 5 (node-1) in data"."""
+    """Return kind, subject and ranks in one line: "straggler: rank 5 (node-1) in data"."""
     who = text.ranks(ranks)
     where = text.listed(list(nodes[:_NODES]), max(0, len(nodes) - _NODES))
     place = f"{who} ({where})" if who and where else who or where
@@ -97,7 +99,7 @@ def headline(
 
 
 def key_of(label: str, ranks: Iterable[int] = (), *parts: object) -> str:
-    """Return the key of a finding: its kind, whom it names, and what else tells it from others."""
+    """Return the key of a finding: its kind, the ranks that it names, and what else distinguishes it."""
     named = sorted(ranks)
     more = [f"+{len(named) - _KEY_RANKS}"] * (len(named) > _KEY_RANKS)
     who = ",".join([*map(str, named[:_KEY_RANKS]), *more])
@@ -106,15 +108,17 @@ def key_of(label: str, ranks: Iterable[int] = (), *parts: object) -> str:
 
 def listed(steps: Sequence[Finding], others: Iterable[Finding], most: int = MOST) -> list[Finding]:
     """
-    Return the findings of a run in the order in which every face has them: those of the steps as they are
-    (the verdict's first), then the others, the costliest first, of equal cost the most severe first.
+    Return the findings of a run in the order in which every face lists them.
+
+    The findings on steps come first, in their order (the verdict's first). The others follow by decreasing
+    cost; at equal cost by decreasing severity.
     """
     rest = sorted(others, key=lambda one: (-(one.cost or 0.0), SEVERITIES.index(one.severity)))
     return _with_own_keys([*steps, *rest])[:most]
 
 
 def _with_own_keys(findings: Sequence[Finding]) -> list[Finding]:
-    """Return findings with a number after the key of each that has that of another one before it."""
+    """Return the findings with unique keys: a repeated key gets a number appended."""
     seen, unique = dict[str, int](), list[Finding]()
     for one in findings:
         times = seen[one.key] = seen.get(one.key, 0) + 1
@@ -123,12 +127,12 @@ def _with_own_keys(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def known(values: Mapping[str, Any]) -> dict[str, Value]:
-    """Return those of `values` that are known, as evidence."""
+    """Return the known values, as evidence."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 _SHOWN = ("finding", "failure", "watching")
-"""Kinds of labels that are findings: the others say that nothing was found, or why that is not known."""
+"""Kinds of labels that are findings. Other labels say that nothing was found, or why that is not known."""
 _OF_VERDICT = (
     *("pattern", "chronic", "excess_pct", "gain_pct", "z", "rank_hours_per_hour", "host_bound", "coverage"),
     *("exit_reason", "open_stage", "lasted_s"),
@@ -137,8 +141,8 @@ _OF_VERDICT = (
 
 def of_verdict(verdict: OnSteps, episodes: Iterable[TimedEpisode] = ()) -> list[Finding]:
     """
-    Return what the verdict names, then what it names `also`; nothing where it names nothing. `episodes` are
-    those of the run, as far as they are known.
+    Return the findings that the verdict names, then those in its `also`. Empty if it names nothing.
+    `episodes`: the known episodes of the run.
     """
     began = {(episode.label, episode.from_step): episode for episode in reversed([*episodes])}
     shown = [one for one in (verdict, *verdict.also) if LABELS[one.label].kind in _SHOWN]
@@ -171,18 +175,21 @@ def _named(one: OnSteps, episode: TimedEpisode | None) -> Finding:
 
 
 def nodes_named(one: OnSteps | TimedEpisode) -> tuple[str, ...]:
-    """Return the nodes of a verdict's ranks; an episode knows that of one rank only."""
+    """Return the nodes of a verdict's ranks. An episode knows the node of only one rank."""
     alone = [one.node] if one.node and len(one.ranks) == 1 else []
     return tuple(one.nodes or alone)
 
 
 def _ns(moment: str | None) -> int | None:
-    """Return a moment as answers have it (ISO 8601, to the ms) in ns since the epoch."""
+    """Return a time of an answer (ISO 8601, to the ms) in ns since the epoch."""
     return None if moment is None else round(datetime.fromisoformat(moment).timestamp() * 1e3) * 1_000_000
 
 
 def of_machine(anomalies: Iterable[Anomaly], steps: Sequence[Finding]) -> list[Finding]:
-    """Return what was anomalous on the nodes of the first of `steps` at its time: it may explain that."""
+    """
+    Return the anomalies on the nodes of the first of `steps` at its time, as findings that may
+    explain it.
+    """
     explained = steps[0].key if steps else None
     return [
         Finding(

@@ -1,4 +1,4 @@
-"""A kind of record: what travels, is stored and is exported of a signal is one struct."""
+"""A kind of record. One struct defines what a signal sends, stores and exports."""
 
 from __future__ import annotations
 
@@ -25,67 +25,75 @@ _PLAIN = (
 
 
 class Form(NamedTuple):
-    """How a field lies in its column of the session file, where that is not the value itself."""
+    """How a field is stored in its column of the session file, if not as the value itself."""
 
     put: Callable[[Any], Any]
-    """Returns what is written of a value that is not None."""
+    """Converts a value that is not None to its stored form."""
     get: Callable[[Any], Any]
-    """Returns the value again. Raises ValueError where it cannot."""
+    """Converts the stored form back. Raises ValueError if it cannot."""
 
 
 LINES = Form(lambda lines: "\n".join(lines) or None, lambda stored: stored.split("\n"))
-"""Of lines of text: one text, null where there are none."""
+"""Stores lines of text as one text; null if there are no lines."""
 _FLAG = Form(int, bool)
 
 
 @dataclass(frozen=True)
 class Kind(Generic[R]):
     """
-    What one process, or one node, sends of a signal. Fields may be added at the end of `record`: an older
-    reader ignores them, an older file lacks them. Anything else is another kind.
+    What one process, or one node, sends for a signal.
+
+    Fields may be added at the end of `record`: older readers ignore them, older files lack them. Any other
+    change needs a new kind.
     """
 
     name: str
-    """On the wire."""
+    """Name of the kind in messages."""
     record: type[R]
-    """Times are int64 ns, None is "not known"."""
+    """Struct of the records. Times are int64 ns; None is "not known"."""
     lost: str
-    """What records are called where it is counted how many were lost."""
+    """Name of the records where lost records are counted."""
     table: str
-    """Of the session file."""
+    """Table of the session file."""
     exported: str
-    """Name of its file in an export."""
+    """Name of the file in an export."""
     scope: Literal["process", "node"] = "process"
     keep: Literal["all"] | int = "all"
-    """`all`: every record, in order of arrival; a number: so many of each process, see `slot`."""
+    """
+    `all`: keep every record, in order of arrival. A number: keep that many records per
+    process, see `slot`.
+    """
     slot: Callable[[R], int] = field(default=lambda _: 0)
-    """Where only some are kept: the place of a record, whose older one it replaces."""
+    """If only some records are kept: the slot of a record. It replaces the older record in that slot."""
     node_time: str | None = None
-    """The field with a time of the node's clock that is set to the aggregator's when the record arrives."""
+    """
+    Field with a time of the node's clock. It is converted to the aggregator's clock when the
+    record arrives.
+    """
     bundle: Bundled = "newest"
     """
-    What is in the bundle of an incident: `all`, the `newest` of all processes together, the last `seconds` by
-    `t_ns`, or what is of its `steps` by `last_step`.
+    Which records the bundle of an incident contains: `all`, the `newest` over all processes, those of the
+    last `seconds` by `t_ns`, or those of its `steps` by `last_step`.
     """
     index: str = ""
     """Columns of an index of the table."""
     of_rows: bool = False
-    """A record is of no use once the rows of its steps have been folded away, and goes with them."""
+    """Whether a record is useless, and deleted, once the rows of its steps have been compacted."""
     forms: Mapping[str, Form] = field(default_factory=dict)
-    """By field. Others that have parts are JSON."""
+    """Stored form by field. Other fields with parts are stored as JSON."""
     check: Callable[[R], None] = field(default=lambda _: None)
-    """Raises ValueError for a record whose fields do not fit together."""
+    """Raises ValueError for a record whose fields contradict each other."""
     amount: Callable[[R], int] = field(default=lambda _: 1)
-    """How many of `lost` a record is."""
+    """Number of `lost` items that a record counts as."""
 
     @property
     def owner(self) -> str:
-        """The column that says whose a record is: the number of a rank process, or the id of a node."""
+        """Column that identifies the owner of a record: the number of a rank process, or the id of a node."""
         return "process" if self.scope == "process" else "node_id"
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
-        """The columns of its table after that of the owner."""
+        """Columns of the table after the owner's column."""
         return self.record.__struct_fields__
 
     @cached_property
@@ -101,7 +109,7 @@ class Kind(Generic[R]):
         return msgspec.msgpack.Decoder(ready(self.record))
 
     def decode(self, raw: msgspec.Raw | bytes) -> R:
-        """Return a record as it came. Raises `WireError`."""
+        """Decode a record as received. Raises `WireError`."""
         try:
             record = self._decoder.decode(raw)
             self.check(record)
@@ -120,14 +128,14 @@ class Kind(Generic[R]):
         return (owner, *values)
 
     def place(self, process: int, record: R) -> int:
-        """Return the number of a record's row in a table that keeps only some of each process."""
+        """Return the row number of a record, in a table that keeps only some records of each process."""
         assert self.keep != "all"
         return process * self.keep + self.slot(record) % self.keep
 
     def of_row(self, values: Sequence[Any]) -> R:
         """
-        Return the record of such a row, without its owner; a field that is null in an older file has its
-        default. Raises as `msgspec.convert`, and ValueError.
+        Return the record of a row, given without its owner. A field that is null in an older file gets its
+        default. Raises what `msgspec.convert` raises, and ValueError.
         """
         stored = [*values]
         for place, form in self._forms:
@@ -140,7 +148,7 @@ class Kind(Generic[R]):
 
     @cached_property
     def _defaults(self) -> list[tuple[int, Any]]:
-        """The fields that cannot be None, with what they are where nothing is said."""
+        """Fields that cannot be None, as (index, default)."""
         fields = enumerate(msgspec.structs.fields(self.record))
         return [
             (place, one.default if one.default_factory is msgspec.NODEFAULT else one.default_factory())
@@ -150,7 +158,7 @@ class Kind(Generic[R]):
 
 
 def _form_of(kind: Any) -> Form | None:
-    """Return how a field of a type is stored; None: as it is."""
+    """Return the stored form of a field's type. None: it is stored as it is."""
     info = msgspec.inspect.type_info(kind)
     parts = info.types if isinstance(info, msgspec.inspect.UnionType) else (info,)
     if any(isinstance(part, msgspec.inspect.BoolType) for part in parts):

@@ -1,4 +1,4 @@
-"""All kinds of records, by name: what agent, relay, aggregator, session file and exports go by."""
+"""All kinds of records, by name. Agent, relay, aggregator, session file and exports use this list."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from traceml_ray.wire.codec import Part, encode_part
 KINDS: dict[str, Kind[Any]] = {
     kind.name: kind for kind in (MEMORY, WORK, SIZES, OUTPUT, LAYERS, EXPERTS, SHARDING, LOGGED, NODE)
 }
-"""Kinds of records by name, in the order in which they have a place in a batch."""
+"""Kinds of records by name, in the order in which they get space in a batch."""
 OF_RECORD: dict[type[Part], Kind[Any]] = {kind.record: kind for kind in KINDS.values()}
 """Kind of each record struct."""
 
 
 def encoded(records: Iterable[Part]) -> dict[str, list[msgspec.Raw]]:
-    """Return records of any kinds as a message has them."""
+    """Return records of any kinds, encoded as the field of a message."""
     by_kind: dict[str, list[msgspec.Raw]] = {}
     for record in records:
         by_kind.setdefault(OF_RECORD[type(record)].name, []).append(encode_part(record))

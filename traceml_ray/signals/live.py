@@ -1,4 +1,4 @@
-"""What is judged of a signal while its session runs, beside the verdict on the steps."""
+"""Signals that are judged while their session runs, in addition to the verdict on the steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from traceml_ray.wire import messages as wire
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who is who in a run."""
+    """The rank processes of a run, with the labels and clocks of their nodes."""
 
     processes: Mapping[int, RankProcess]
     """Rank processes by id."""
@@ -29,20 +29,25 @@ class Ranks:
     """Offset of each node's clock and its largest error, in ns, by node id; only where known."""
 
     def clock(self, process: RankProcess) -> tuple[int, int]:
-        """Return that of a process's node; of one that is not known, nothing, and what clocks differ by."""
+        """
+        Return (offset, largest error) of the clock of a process's node. If it is not known: offset 0 and a
+        default error.
+        """
         node = process.identity.node_id if process.identity else None
         return self.clocks.get(node or "", (0, UNCOMPARED_BOUND_NS if self.several_nodes else 0))
 
     @cached_property
     def several_nodes(self) -> bool:
-        """Whether there are clocks that may differ."""
+        """Return whether there is more than one clock, so that clocks may differ."""
         return len({self.labels.get(process) for process in self.processes}) > 1
 
 
 class LiveSignal(Protocol):
     """
-    Judges the records of a signal as they come. `add` and `add_span` are called with the writer's lock,
-    `fresh` and `latest` by any thread, all else by the one that judges.
+    Judges the records of a signal as they arrive.
+
+    `add` and `add_span` are called with the writer's lock. Any thread may call `fresh` and `latest`; only the
+    judging thread calls the rest.
     """
 
     @property
@@ -51,47 +56,47 @@ class LiveSignal(Protocol):
 
     @property
     def question(self) -> type[OfRun[Any]]:
-        """Return the question of its view, which makes the answer of what `fresh` returns."""
+        """Return the question of its view, which converts the result of `fresh` to an answer."""
 
     @property
     def kind(self) -> Kind[Any]:
-        """Return the kind of the records that `add` takes."""
+        """Return the kind of the records that `add` accepts."""
 
     def add(self, process: int, record: Any) -> None:
-        """Take the next record of a rank process (its number)."""
+        """Add the next record of a rank process (its number)."""
 
     def add_span(self, process: int, span: wire.SpanSum) -> None:
-        """Take a span of a rank process."""
+        """Add a span of a rank process."""
 
     def resume(
         self, run: str, file: SessionFile, processes: Collection[int], events: Sequence[EventRow]
     ) -> None:
         """
-        Take what is stored of a run that goes on, after a restart. Raises `SessionFileError`.
+        Load what is stored of a run that continues after a restart. Raises `SessionFileError`.
 
         Args:
-            run: its id.
-            file: reads it.
+            run: id of the run.
+            file: reads the run.
             processes: its rank processes, by number.
-            events: those of these processes that are stored.
+            events: stored events of these processes.
         """
 
     def judge(self, runs: Mapping[str, Ranks]) -> Collection[str]:
         """
-        Judge for a moment; return the runs that have been judged anew.
+        Judge for a short time. Return the runs that have been judged anew.
 
         Args:
-            runs: those that are live; all others are forgotten.
+            runs: the live runs. All others are forgotten.
         """
 
     def events(self, run: str, now_ns: int) -> Sequence[tuple[int, wire.Event]]:
-        """Return what is to be told of a run that was judged anew, each event with its rank."""
+        """Return the events to report for a run that was judged anew, each with its rank."""
 
     def latest(self, run: str) -> Any:
-        """Return what was found last in a run; None before the first time."""
+        """Return the last result for a run. None before the first one."""
 
     def fresh(self, run: str, ranks: Ranks) -> Any:
-        """Return what is found now, or as `latest` where that takes too long."""
+        """Return the current result. If that takes too long, return the same as `latest`."""
 
     def worst(self, run: str) -> Any:
-        """Return what was found for sure, the most severe finding alone; None where there is none."""
+        """Return only the most severe finding that is certain. None if there is none."""

@@ -9,4 +9,4 @@ from traceml_ray.signals.live import LiveSignal
 from traceml_ray.signals.memory.live import LiveMemory
 
 LIVE: tuple[Callable[[threading.Lock, Callable[[], float]], LiveSignal], ...] = (LiveMemory,)
-"""Each is made with the writer's lock, and a clock in monotonic seconds."""
+"""Factories of the live signals. Arguments: the writer's lock, and a clock in monotonic seconds."""

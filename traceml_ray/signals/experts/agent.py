@@ -1,4 +1,4 @@
-"""Sends the tokens of the routers that are watched."""
+"""Sends the token counts of watched routers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from traceml_ray.signals.experts.records import RouterTokens
 
 
 class RouterCollector(Collector):
-    """Of one process; `Routers` counts."""
+    """Collects the token counts of one process. `Routers` does the counting."""
 
     def __init__(self, rank: Rank) -> None:
         self._routers = rank.instrumentation.routers
 
     def collect(self, final: bool) -> list[RouterTokens]:
-        """Return the counts of the routers whose turn it is; at the end, of all."""
+        """Return the counts of the routers that are due; at the end, of all routers."""
         return self._routers.due(final)

@@ -1,4 +1,4 @@
-"""What a rank says of the routers that are watched."""
+"""What a rank reports about the routers that it watches."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from traceml_ray.signals.kind import Kind
 from traceml_ray.wire.codec import Count, Part
 
 MAX_ROUTERS, MAX_EXPERTS = 64, 512
-"""Routers of one rank process whose tokens are counted, and experts of one of them."""
+"""Largest number of routers per rank process whose tokens are counted, and of experts per router."""
 
 
 class RouterTokens(Part, frozen=True):
-    """How many tokens a router of a rank has given to each expert so far."""
+    """Number of tokens that a router of a rank has given to each expert so far."""
 
     number: Annotated[int, msgspec.Meta(ge=0, lt=MAX_ROUTERS)]
-    """Of the router, in the order in which the rank began to watch them."""
+    """Number of the router, in the order in which the rank began to watch its routers."""
     name: Annotated[str, msgspec.Meta(max_length=1024)]
     tokens: Annotated[list[Count], msgspec.Meta(max_length=MAX_EXPERTS)]
 

@@ -1,4 +1,4 @@
-"""How many tokens the routers of a mixture of experts give to each expert, where they are watched."""
+"""Counts how many tokens the watched routers of a mixture of experts give to each expert."""
 
 from __future__ import annotations
 
@@ -11,27 +11,38 @@ from traceml_ray.signals.experts.records import MAX_EXPERTS, MAX_ROUTERS, Router
 
 MAX_NAME_CHARS = 64
 COUNTS_AT_ONCE = 2 * (MAX_EXPERTS + 2)
-"""Counts that are sent in one round. Routers take turns, so that many do not fill the batches."""
+"""
+Number of counts that are sent in one round. Many routers are sent in turns, so that they do not fill the
+batches.
+"""
 
 
 class Routers:
-    """Counts on the device that a router runs on. Nothing waits for that: what has arrived is read."""
+    """
+    Counts on the device that a router runs on. Nothing waits for the device: only counts that have arrived
+    are read.
+    """
 
     def __init__(self, patcher: Patcher) -> None:
         self._patcher = patcher
         self._counts: dict[str, Any] = {}
         """
-        By name of a router that has run: an int64 tensor on the host. It begins with the indices below 0 and
-        ends with those above the last expert; between them is one count an expert.
+        Name of a router that has run → int64 tensor on the host.
+
+        Its first element counts indices below 0, its last element counts indices above the last expert.
+        Between them is one count per expert.
         """
         self._names: dict[str, None] = {}
-        """In the order in which they began to be watched."""
+        """Names of the routers, in the order in which they began to be watched."""
         self._outside: dict[str, int] = {}
         self._turn: list[str] = []
-        """The routers that are to be sent before any is sent again."""
+        """Routers to send before any router is sent again."""
 
     def watch(self, module: Any, experts: int, name: str, chosen: Callable[[Any], Any] | None) -> None:
-        """Count what `module` chooses from here on. Raises ValueError for what cannot be counted."""
+        """
+        Count the experts that `module` chooses from now on. Raises ValueError if that cannot
+        be counted.
+        """
         if not 1 <= experts <= MAX_EXPERTS or len(self._names) >= MAX_ROUTERS:
             raise ValueError(f"1 to {MAX_EXPERTS} experts of at most {MAX_ROUTERS} routers are counted")
         name = sendable(name)[:MAX_NAME_CHARS]
@@ -59,7 +70,7 @@ class Routers:
                         on_host = sums.device.type == "cpu"
                         host = sums if on_host else torch.zeros(size, dtype=torch.int64, pin_memory=True)
                         self._counts[name] = host
-                    # CUDA ends the process of an index that is out of range: none may be.
+                    # CUDA ends the process if an index is out of range, so indices are clamped.
                     places = indices.clamp(-1, experts).add_(1)
                     sums.scatter_add_(0, places, torch.ones_like(places))
                     if sums.device.type != "cpu":
@@ -70,16 +81,16 @@ class Routers:
         return count
 
     def counts(self) -> dict[str, list[int]]:
-        """Return how many tokens each expert had so far, by router."""
+        """Return the number of tokens of each expert so far, by router."""
         return {name: self._read(name) for name in [*self._counts]}
 
     @property
     def outside(self) -> int:
-        """How many indices were of no expert (below 0, above the last one), when counts were read last."""
+        """Number of indices that belong to no expert (below 0 or above the last one) at the last reading."""
         return sum(self._outside.values())
 
     def due(self, final: bool = False) -> list[RouterTokens]:
-        """Return the counts of the routers whose turn it is; at the end, of all."""
+        """Return the counts of the routers that are due; at the end, of all routers."""
         if final:
             return [self._tokens(name) for name in [*self._counts]]
         due: list[RouterTokens] = []
@@ -103,7 +114,7 @@ class Routers:
 
 
 def _chosen(output: Any) -> Any:
-    """Return the indices of the chosen experts: the tensor of integers in what a router returns."""
+    """Return the indices of the chosen experts: the integer tensor in the output of a router."""
     import torch
 
     for item in output if isinstance(output, (tuple, list)) else (output,):

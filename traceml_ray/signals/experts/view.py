@@ -19,7 +19,10 @@ from traceml_ray.wire.codec import Int64
 
 
 class GetExperts(OfRun[list[ExpertLoad]], frozen=True):
-    """How evenly routers use their experts, the least even first: of all ranks together, or of one."""
+    """
+    How evenly routers use their experts, the most uneven first: over all ranks together, or of
+    one rank.
+    """
 
     rank: Int64 | None = None
 
@@ -28,14 +31,14 @@ _NEXT = "Even out the load of the experts: an auxiliary loss, a capacity factor,
 
 
 class ExpertsView(View[list[ExpertLoad]]):
-    """See `View`. A report has the loads in what it says of steps (`reports.contents`)."""
+    """See `View`. A report shows the loads with its steps (`reports.contents`)."""
 
     name = "experts"
     question = GetExperts
     finds = MappingProxyType({})
 
     def answer(self, run: Run, asked: GetExperts) -> list[ExpertLoad]:
-        """Return the load of each router, of all ranks together, or of one."""
+        """Return the load of each router: over all ranks together, or of one rank."""
         return experts_of(
             run.file, [process for rank, process in run.ranks.items() if asked.rank in (None, rank)]
         )
@@ -43,7 +46,10 @@ class ExpertsView(View[list[ExpertLoad]]):
     def findings(
         self, answer: list[ExpertLoad], steps: Sequence[Finding], verdict: OnSteps | None
     ) -> list[Finding]:
-        """Return the routers that give one expert far more tokens than the mean; may explain an imbalance."""
+        """
+        Return the routers that give one expert far more tokens than the mean. This may explain
+        an imbalance.
+        """
         why = verdict.reason.what if verdict and verdict.reason else None
         explained = steps[0].key if steps and why == "experts" else None
         return [_finding(load, explained) for load in answer if load.times_mean >= UNEVEN_EXPERTS]
@@ -76,7 +82,7 @@ def _finding(load: ExpertLoad, explained: str | None) -> Finding:
 
 
 def experts_of(file: SessionFile, processes: Iterable[RankProcess]) -> list[ExpertLoad]:
-    """Return the load of each router, of some rank processes together. Raises `SessionFileError`."""
+    """Return the load of each router, summed over some rank processes. Raises `SessionFileError`."""
     ids = [process.id for process in processes]
     tokens = file.records_of(EXPERTS, {*ids})
     return loads(tokens.get(process, []) for process in ids)

@@ -1,9 +1,9 @@
 """
-When the layers of a model are measured, by a device's clock where there is one, and how that is added up to
-the window that is sent.
+Decides when the layers of a model are measured, on a device's clock if there is one, and sums up the windows
+that are sent.
 
-One step in `every` is, a power of two that follows from what measuring has cost: all ranks measure steps of
-the same numbers, so that no rank waits for another one that measures alone.
+One step in `every` is measured. `every` is a power of two that follows from the cost of measuring. All ranks
+measure the same step numbers, so that no rank waits for one that measures alone.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from traceml_ray.wire.codec import ready
 from traceml_ray.wire.messages import LayersCommand
 
 _AT_ONCE = 2048
-"""Events that are made at a time: each takes some µs."""
+"""Number of events that are made at a time. Making one takes some µs."""
 
 
 class LayerEvents:
     """
-    The events of one process; the agent's thread calls it.
+    The events of one process. The agent's thread calls it.
 
     Args:
-        api: the device, by an instance that nobody else records with.
+        api: the device, through an instance that nothing else records with.
         calls: records events, up to `free_event`.
     """
 
@@ -49,7 +49,7 @@ class LayerEvents:
         self._made = 0
 
     def make_room(self, oldest: int) -> None:
-        """Make events where they run out, or let those before number `oldest` be used again."""
+        """Make more events if they run out, or allow those before number `oldest` to be reused."""
         if self._made < EVENT_SLOTS and self._calls.next_event + _AT_ONCE > self._made:
             self._made = min(EVENT_SLOTS, self._made + _AT_ONCE)
             self._api.make(self._made)
@@ -57,9 +57,10 @@ class LayerEvents:
 
     def times(self, sample: MeasuredCalls) -> list[int] | None:
         """
-        Return the ns of each owner in a sample, as `MeasuredCalls.times`; empty where its events are out of
-        order,
-        since they are of several streams. None: the device is not done with it.
+        Return the ns of each owner in a sample, as `MeasuredCalls.times`.
+
+        Empty if the events are out of order, because they belong to several streams. None if the device is
+        not done with the sample.
         """
         first, times = sample.first_event, [0] * (len(sample.calls) + 1)
         if not self._api.done((first + len(sample.owners) - 1) % EVENT_SLOTS):
@@ -88,7 +89,7 @@ class MeasuredStep(NamedTuple):
 
     number: int
     steps: int
-    """How many steps it turned out to be."""
+    """Number of steps that the sample actually covers."""
     took_ns: int
     sample: MeasuredCalls
     gradients: list[int | None] | None
@@ -96,12 +97,12 @@ class MeasuredStep(NamedTuple):
 
     @property
     def cost_ns(self) -> int:
-        """What measuring it has cost the training thread."""
+        """Time that measuring this step cost the training thread, in ns."""
         return self.sample.cost_ns + _UNSEEN_NS * self.sample.marks
 
 
 class LayerSums:
-    """What has been measured since the window began."""
+    """Sums of the measurements since the window began."""
 
     def __init__(self, table: LayerTable, began_ns: int, asked: str, on_device: bool) -> None:
         self._on_device = on_device
@@ -115,7 +116,7 @@ class LayerSums:
         self._first = self._last = 0
 
     def add(self, step: MeasuredStep, times: list[int]) -> None:
-        """Add one step, with the ns of each layer."""
+        """Add one measured step, with the ns of each layer."""
         sample, n = step.sample, len(self._squares)
         self._times = [a + b for a, b in zip(self._times, times, strict=True)]
         self._calls = [a + b for a, b in zip(self._calls, sample.calls, strict=True)]
@@ -128,7 +129,7 @@ class LayerSums:
         self.steps += 1
 
     def made(self, number: int, every: int, now: int, waits: bool) -> LayerWindow:
-        """Return the window as it is sent."""
+        """Return the window in the form in which it is sent."""
         n, steps = len(self._squares), max(1, self.steps)
         layers = [
             self._layer(index, steps)
@@ -179,7 +180,7 @@ class LayerSums:
 
 
 def _together(rest: list[LayerSum]) -> list[LayerSum]:
-    """Return one row that is all of `rest`."""
+    """Return one row that sums up all rows in `rest`."""
     if not rest:
         return []
 
@@ -196,31 +197,35 @@ def _together(rest: list[LayerSum]) -> list[LayerSum]:
 
 MAX_SHARE = 0.012
 """
-Largest cost of measuring by its own count, as a share of a step. 3 % are promised; the count
-sees about half.
+Largest cost of measuring, as measured by itself, as a share of a step. 3 % are promised; the measured cost is
+about half of the actual cost.
 """
 _MOST_SHARE = 0.015
-"""Once a window has cost more than this of its time, nothing is measured until it has not."""
+"""If a window has cost more than this share of its time, measuring pauses until the share is below it."""
 _FIRST_EVERY = 8
 MAX_EVERY = 1024
 _FIRST_WINDOW_S, _MAX_WINDOW_S = 5.0, 600.0
-"""A window is twice as long as the one before, so that a long run has few, and a short one has some."""
+"""
+Length of the first window, and largest length of a window, in s. Each window is twice as long as the one
+before, so a long run has few windows and a short run has some.
+"""
 _SETTLE_S = 0.05
-"""Longest wait of the training thread for its own marks."""
+"""Longest time that the training thread waits for its own marks, in s."""
 _UNBOUNDED = 1 << 62
 _MAX_WAITING = 64
-"""Samples that the agent has not come to yet; none is made beyond these."""
+"""Largest number of samples that the agent has not processed. No further sample is made above it."""
 
 
 class LayerSampler(Collector):
     """
-    One per process. `on_step` is called by the thread that trains, all else by the agent's.
+    Measures the layers of one process. The training thread calls `on_step`; the agent's thread calls
+    everything else.
 
     Args:
-        instrumentation: knows the root modules, and counts what goes wrong.
+        instrumentation: knows the root modules, and counts errors.
         device: whether a device's clock is read.
-        always: deep mode is on; else only on request.
-        clock: the CPU's, in ns.
+        always: deep mode is on. Otherwise layers are measured only on request.
+        clock: the CPU's clock, in ns.
     """
 
     def __init__(
@@ -241,26 +246,31 @@ class LayerSampler(Collector):
         self._installed = False
         self._lock = Lock()
         """
-        Held where a sample begins or ends, and where the agent changes what is measured. The training thread
-        does not wait for it: then a sample is longer than a step, and not used.
+        Held when a sample begins or ends, and when the agent changes what is measured.
+
+        The training thread does not wait for it. If the lock is taken, the sample is longer than a step and
+        is not used.
         """
         self._table: LayerTable | None = None
         self._roots: list[weakref.ref[Any]] = []
-        """Whose layers the table has."""
+        """The root modules whose layers are in the table."""
         self._events: LayerEvents | None = None
         self._most = MAX_MODULES
         self.every = _FIRST_EVERY
         self._done: deque[MeasuredStep] = deque()
         self._step = self._skip = 0
-        """The step that is measured; how many calls of `on_step` can be left out."""
+        """Number of the step that is measured; number of calls of `on_step` that can be skipped."""
         self._began_ns = 0
         self._left = 0
-        """Samples that may still begin: set by the agent's thread, counted down by the one that trains."""
+        """
+        Number of samples that may still begin. The agent's thread sets it; the training thread counts it
+        down.
+        """
         self._paused = self._over_budget = False
-        """Nothing is measured: the layers change; it has cost too much."""
+        """Reasons why nothing is measured: the layers are being changed; measuring has cost too much."""
         self._gradients_due = True
         self._idle_ns = 0
-        """What the training thread has spent between two samples in deciding."""
+        """Time that the training thread has spent on decisions between two samples, in ns."""
         self._window: LayerSums | None = None
         self._windows = 0
         self._window_s = _FIRST_WINDOW_S
@@ -270,7 +280,7 @@ class LayerSampler(Collector):
     # -- the training thread -------------------------------------------------------------------------
 
     def on_step(self) -> None:
-        """Begin and end samples where steps do; raises nothing."""
+        """Begin and end samples where steps begin and end. Raises nothing."""
         self._skip -= 1
         if self._skip > 0 and not self._calls.on:
             return
@@ -279,7 +289,7 @@ class LayerSampler(Collector):
             position = self._recorder.step_begins(_SETTLE_S)
             if position is not None and self._lock.acquire(blocking=False):
                 try:
-                    if self._installed:  # else the agent has stopped it since this call began
+                    if self._installed:  # otherwise the agent has stopped it since this call began
                         self._decide(position[0], began)
                 finally:
                     self._lock.release()
@@ -306,7 +316,7 @@ class LayerSampler(Collector):
         every = self.every
         self._skip = every - step % every
         waits = self._paused or self._over_budget or len(self._done) >= _MAX_WAITING
-        waits = waits or step in self._recorder.steps.rows.slowed  # no step like others
+        waits = waits or step in self._recorder.steps.rows.slowed  # a slowed step is not representative
         if step % every == 0 and self._left > 0 and not waits:
             self._left -= 1
             self._step = step
@@ -321,18 +331,21 @@ class LayerSampler(Collector):
 
     @classmethod
     def of_rank(cls, rank: Rank) -> LayerSampler:
-        """Return that of a rank."""
+        """Make the sampler of a rank."""
         return cls(rank.instrumentation, rank.device, rank.settings.deep)
 
     def handle_command(self, command: wire.Command) -> None:
-        """Measure as many steps as a command asks for; it is repeated, and each is done once."""
+        """
+        Measure as many steps as a command requests. The command is repeated; each request is
+        executed once.
+        """
         wanted = msgspec.convert(command.args, ready(LayersCommand))
         if wanted.id not in self._asked:
             self._asked.add(wanted.id)
             self._wanted = wanted
 
     def collect(self, final: bool = False) -> list[LayerWindow]:
-        """Go on; return the windows that are over."""
+        """Process what was measured, and return the windows that are complete."""
         if not (self._always or self._wanted is not None):
             if self._installed:
                 self._remove()
@@ -349,7 +362,7 @@ class LayerSampler(Collector):
         return over
 
     def _lacking(self) -> int:
-        """Return how many samples more are wanted than there are: of a request as many as it asks for."""
+        """Return how many more samples are needed. A request needs as many as it asks for."""
         wanted, window = self._wanted, self._window
         if wanted is None:
             return _UNBOUNDED if self._always else 0
@@ -358,8 +371,8 @@ class LayerSampler(Collector):
 
     def abandon(self, forked: bool = False) -> None:
         """
-        Put everything back: what was measured is sent. A child that was `forked` has only the thread that did
-        it; it measures nothing.
+        Remove all hooks; finished measurements are still sent. A `forked` child has only the forking thread
+        and measures nothing.
         """
         self._always, self._wanted = False, None
         if forked:
@@ -369,7 +382,7 @@ class LayerSampler(Collector):
             self._remove(at_any_rate=True)
 
     def _install(self) -> bool:
-        """Begin, once the roots are known and a step is over; return whether that is done."""
+        """Start, once the roots are known and a step is over. Returns whether measuring has started."""
         if self._recorder.steps.rows.first or not self._find():
             return False
         self._calls.install(self._patcher)
@@ -378,7 +391,7 @@ class LayerSampler(Collector):
         return True
 
     def _find(self) -> bool:
-        """Look for the layers of the model as it is now; return whether these are what is measured."""
+        """Find the current layers of the model. Returns whether these are the layers being measured."""
         roots = self._ours.roots.modules()
         if not roots:
             self._ours.missing.setdefault(
@@ -388,7 +401,7 @@ class LayerSampler(Collector):
         self._ours.missing.pop("layers", None)
         try:
             table = LayerTable(roots, self._most)
-        except RuntimeError:  # a module gets another part at this moment: asked again
+        except RuntimeError:  # a module is being changed at this moment: ask again
             return False
         if not self._lock.acquire(timeout=LOCK_S):
             return False
@@ -398,7 +411,7 @@ class LayerSampler(Collector):
             self._lock.release()
 
     def _measure(self, table: LayerTable, roots: list[Any]) -> bool:
-        """Measure these layers from the next sample on; return whether that is so already."""
+        """Measure these layers from the next sample on. Returns whether they are measured already."""
         on_device = self._device.another is not None and not self._calls.broken
         same = self._table is not None and self._table.same(table)
         if not same or on_device != (self._events is not None):
@@ -421,7 +434,7 @@ class LayerSampler(Collector):
             self._calls.api = api
 
     def _remove(self, at_any_rate: bool = False) -> None:
-        """Stop; where the training thread does not let go of the lock, the next turn does it."""
+        """Stop measuring. If the training thread does not release the lock, the next round tries again."""
         held = self._lock.acquire(timeout=LOCK_S)
         if not (held or at_any_rate):
             return
@@ -436,7 +449,7 @@ class LayerSampler(Collector):
                 self._lock.release()
 
     def _add_up(self, final: bool) -> list[LayerWindow]:
-        """Add up what was measured; return the window that is over."""
+        """Add up what was measured. Returns the window that is complete."""
         if self._window is None and not self._open():
             return []
         window = self._window
@@ -460,7 +473,7 @@ class LayerSampler(Collector):
         return [self._close(window)] if window.steps else []
 
     def _times_of(self, sample: MeasuredCalls) -> list[int] | None:
-        """Return the times of a sample; None: not known yet, empty: not known."""
+        """Return the times of a sample. None: not known yet. Empty: will not be known."""
         if sample.times or self._events is None:
             return sample.times
         if self._calls.broken:
@@ -507,12 +520,15 @@ class LayerSampler(Collector):
         return made
 
     def _shares_layers(self) -> bool:
-        """Whether layers exchange something themselves: what they wait for is in their times."""
+        """
+        Return whether layers communicate with other ranks themselves, so that waits are part
+        of their times.
+        """
         strategy = self._ours.strategy
         return any(word in strategy for word in ("fsdp", "tp", "pp", "deepspeed"))
 
     def _weigh(self, step: MeasuredStep) -> None:
-        """Choose how many steps are measured by what it costs."""
+        """Choose how many steps are measured from the cost of measuring."""
         cost = step.cost_ns
         self._costs.append(cost)
         self._takes.append(max(1, step.took_ns - cost))

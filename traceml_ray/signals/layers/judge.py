@@ -1,8 +1,8 @@
 """
-Layers of a model, rank beside rank: where the time of a step goes inside the model, and which layer takes
-longer on one rank than on its peers.
+Compares the layers of a model across ranks: the time of each layer in a step, and layers that take longer on
+one rank than on its peers.
 
-Times are ms of a measured step, bytes are of one step; what is not known is None (in arrays NaN).
+Times are ms of a measured step; bytes are of one step. Unknown values are None (NaN in arrays).
 """
 
 from __future__ import annotations
@@ -24,40 +24,43 @@ REST = "all other layers"
 _SHOWN_RANKS = 16
 _MAX_FINDINGS = 8
 _FEW_RANKS = 8
-"""Of so many or more, the median of all ranks is that of the others of each."""
+"""From this number of ranks on, the median of all ranks replaces the median of the other ranks."""
 
 
 class Layer(msgspec.Struct, frozen=True):
-    """One layer: medians over the ranks. `forward_ms` and `backward_ms` are without the layers inside it."""
+    """One layer: medians over the ranks. `forward_ms` and `backward_ms` exclude the layers inside it."""
 
     name: str
-    """As `named_modules` has it; "" is the model itself."""
+    """Name in `named_modules`. "" is the model itself."""
     kind: str
-    """Its class; "" for the row that is all layers which are not listed."""
+    """Class name. "" for the row that sums all layers that are not listed."""
     region: Region
     parent: int | None
-    """Position of the layer that it is in."""
+    """Index of the layer that contains it."""
     calls: float
-    """In a step."""
+    """Calls per step."""
     recomputed: float
-    """Calls of a step inside a backward: their time is in `backward_ms`."""
+    """Calls per step inside a backward. Their time is in `backward_ms`."""
     forward_ms: float
     backward_ms: float
     total_ms: float
-    """Forward and backward with the layers inside it."""
+    """Forward and backward, including the layers inside it."""
     share: float | None
-    """`total_ms` as a share of the model's."""
+    """`total_ms` as a share of the model's total."""
     output_bytes: int
-    """Of what it returns, an estimate of its activations; the largest of the ranks, as of all bytes."""
+    """Size of its outputs: an estimate of its activations. Like all sizes, the largest of the ranks."""
     parameter_bytes: int | None
     gradient_bytes: int | None
     worst_rank: int | None
-    """Which takes longest in it, without the layers inside it; None where there is one rank."""
+    """Rank that takes longest in it, excluding the layers inside it. None if there is only one rank."""
     worst_ms: float | None
 
 
 class LayerFinding(msgspec.Struct, frozen=True):
-    """A layer that takes longer on a rank than on its peers, or (`layer` None) a rank where all layers do."""
+    """
+    A layer that takes longer on a rank than on its peers, or (`layer` None) a rank on which
+    all layers do.
+    """
 
     rank: int
     node: str | None
@@ -67,49 +70,58 @@ class LayerFinding(msgspec.Struct, frozen=True):
     excess_ms: float
     own_ms: float
     peers_ms: float
-    """Median of the others."""
+    """Median of the other ranks."""
     why: str
 
 
 class Layers(msgspec.Struct, frozen=True):
-    """What was measured of the layers of a run; `ranks` is empty where nothing was."""
+    """Measurements of the layers of a run. `ranks` is empty if nothing was measured."""
 
     ranks: list[int] = []
     steps: int = 0
-    """That were measured, on the rank with the fewest."""
+    """Number of measured steps, on the rank with the fewest."""
     first_step: int | None = None
     last_step: int | None = None
     every: int | None = None
-    """One step in so many is measured; the largest of the ranks."""
+    """One step in `every` is measured. The largest value of the ranks."""
     cost_pct: float | None = None
-    """What measuring costs the rank that it costs most, of its time."""
+    """Cost of measuring as a percentage of the time, on the rank with the highest cost."""
     clock: str | None = None
     """host or device."""
     model_ms: float | None = None
-    """All layers together, median of the ranks."""
+    """Time of all layers together, median of the ranks."""
     layers: list[Layer] = []
     findings: list[LayerFinding] = []
     limits: list[str] = []
-    """What these numbers do not show, in sentences."""
+    """Sentences that say what these numbers do not show."""
     per_rank_ms: dict[int, list[float | None]] = {}
-    """Of some ranks, those that were found first: `forward_ms + backward_ms` of each of `layers`."""
+    """
+    Rank → `forward_ms + backward_ms` of each of `layers`. Only of some ranks: first those with
+    findings.
+    """
 
 
 @dataclass(frozen=True)
 class RankLayers:
-    """One rank's layers: arrays of n."""
+    """The layers of one rank: arrays of n values."""
 
     rank: int
     node: str | None
     windows: Sequence[LayerWindow]
     sums: Sequence[LayerSum]
-    """The newest of each layer, for what it is called and how large it is."""
+    """The newest record of each layer, for its name and sizes."""
     columns: dict[str, Float]
-    """calls, recomputed, forward, backward (ms) of a step; error: that of their sum, ms²."""
+    """
+    Values per step: calls, recomputed, forward, backward (ms); error: squared error of forward + backward,
+    ms².
+    """
 
 
 def of_windows(rank: int, node: str | None, windows: Sequence[LayerWindow]) -> RankLayers:
-    """Return what the windows of a rank come to; of a layer that is in some of them, those count."""
+    """
+    Return the combined windows of a rank. A layer that is missing in some windows is averaged over the
+    others.
+    """
     by_layer: dict[tuple[str, bool], list[Any]] = {}
     for window in windows:
         for one in window.layers:
@@ -139,7 +151,7 @@ def of_windows(rank: int, node: str | None, windows: Sequence[LayerWindow]) -> R
 
 
 def layers_of(ranks: Sequence[RankLayers], limits: LayerLimits) -> Layers:
-    """Return the layers of all ranks side by side."""
+    """Return the layers of all ranks, compared with each other."""
     ranks = [rank for rank in ranks if rank.sums]
     if not ranks:
         return Layers()
@@ -197,7 +209,7 @@ _REGIONS = {
 
 
 class _Table:
-    """Ranks × layers; NaN where a rank has not got a layer."""
+    """Ranks × layers. NaN where a rank does not have a layer."""
 
     def __init__(self, ranks: Sequence[RankLayers]) -> None:
         self.ranks = ranks
@@ -217,7 +229,7 @@ class _Table:
         ]
 
     def total(self, column: Float) -> Float:
-        """Return a column with what is inside each layer added to it."""
+        """Return a column in which each layer includes the layers inside it."""
         summed = column.copy()
         depths = [one.name.count(".") + bool(one.name) for one in self.sums.values()]
         for index in sorted(range(len(depths)), key=lambda index: -depths[index]):
@@ -258,7 +270,7 @@ class _Table:
         return layers
 
     def some_ranks(self, findings: Sequence[LayerFinding]) -> dict[int, list[float | None]]:
-        """Return the times of some ranks: those that were found, then those that take longest."""
+        """Return the times of some ranks: first those with findings, then those that take longest."""
         named = {finding.rank for finding in findings}
         longest = np.nansum(self.own_ms, axis=1)
         order = sorted(range(len(self.ranks)), key=lambda r: (self.ranks[r].rank not in named, -longest[r]))
@@ -271,14 +283,14 @@ def _largest(values: Iterable[int | None]) -> int | None:
 
 
 def _median(rows: Float) -> Float:
-    """Return the median of each column of what is known; NaN where nothing is."""
+    """Return the median of the known values of each column. NaN if none is known."""
     medians, known = np.full(rows.shape[1], np.nan), np.flatnonzero(~np.isnan(rows).all(axis=0))
     medians[known] = np.nanmedian(rows[:, known], axis=0)
     return medians
 
 
 def _parent(name: str, names: dict[str, int]) -> int | None:
-    """Return the position of the listed layer that a layer is in."""
+    """Return the index of the listed layer that contains a layer."""
     while name:
         name = name.rpartition(".")[0]
         if name in names:
@@ -290,7 +302,7 @@ def _parent(name: str, names: dict[str, int]) -> int | None:
 
 
 def _findings(table: _Table, limits: LayerLimits) -> list[LayerFinding]:
-    """Return what takes longer on a rank than on its peers, the largest excess first."""
+    """Return the layers that take longer on a rank than on its peers, the largest excess first."""
     enough = [sum(window.steps for window in rank.windows) >= limits.steps for rank in table.ranks]
     if sum(enough) < 2:
         return []
@@ -321,8 +333,9 @@ def _findings(table: _Table, limits: LayerLimits) -> list[LayerFinding]:
 
 def _slower_by(rank_ms: Float, peers: Float) -> float:
     """
-    Return by which factor a rank is slower than its peers in all layers; 1 where it is not. Half of the
-    layers are at least that much slower, and those that half of the time goes to.
+    Return the factor by which a rank is slower than its peers in all layers; 1 if it is not.
+
+    Half of the layers, and the layers that take half of the time, are slower by at least this factor.
     """
     large = np.flatnonzero((peers > 0.01 * np.nansum(peers)) & ~np.isnan(rank_ms))
     if len(large) < 3:
@@ -334,7 +347,10 @@ def _slower_by(rank_ms: Float, peers: Float) -> float:
 
 
 def _deepest(table: _Table, stands_out: np.ndarray[Any, Any], excess: Float) -> list[int]:
-    """Return the layers that stand out, without those in which others explain most of it; not the model."""
+    """
+    Return the layers that stand out, without layers whose excess is mostly that of layers inside them. The
+    model itself is excluded.
+    """
     inside = np.zeros(len(excess))
     for index in np.flatnonzero(stands_out):
         parent = table.parents[index]

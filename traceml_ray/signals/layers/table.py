@@ -1,4 +1,7 @@
-"""Which modules of a model are its layers: their names, what is inside them, how large they are."""
+"""
+Determines which modules of a model are its layers: their names, the layers inside them, and
+their sizes.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from traceml_ray.signals.layers.records import Region
 
 MAX_MODULES = 1000
 """
-Largest number of modules that are measured, nearest to the root. What is inside them counts as their own
-time.
+Largest number of modules that are measured, nearest to the root. Time inside deeper modules counts for the
+module that contains them.
 """
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
-"""What a module that wraps another one calls that; names are without."""
+"""Attribute names under which a wrapper holds the wrapped module. Layer names omit them."""
 _MAX_NAME, _MAX_KIND = 120, 60
 
 
@@ -32,17 +35,17 @@ class LayerTable:
     """
     The layers of some root modules, by number.
 
-    Modules are held by id, parameters by weak references: the table keeps nothing alive.
+    Modules are held by id, parameters by weak references, so the table keeps nothing alive.
 
     Args:
-        roots: the root modules; two, as of a GAN, are told apart by their classes.
-        most: how many layers there may be.
+        roots: the root modules. Several roots, as of a GAN, are distinguished by their classes.
+        most: largest number of layers.
     """
 
     def __init__(self, roots: list[Any], most: int = MAX_MODULES) -> None:
         self.layers: list[LayerEntry] = []
         self.by_id: dict[int, int] = {}
-        """Number of a layer by the id of its module."""
+        """Id of a layer's module → number of the layer."""
         self.closed: set[int] = set()
         """Layers inside which nothing is measured."""
         self.accelerated = False
@@ -61,7 +64,7 @@ class LayerTable:
         self.parameter_bytes = self._bytes(lambda parameter: parameter)
 
     def _divide(self, roots: list[Any]) -> None:
-        """Give each parameter to the innermost layer that it is in, once."""
+        """Assign each parameter once, to the innermost layer that contains it."""
         self._own = [[] for _ in self.layers]
         seen: set[int] = set()
         for root in roots:
@@ -80,7 +83,10 @@ class LayerTable:
                 waiting += [(inside, owner) for inside in module._modules.values() if inside is not None]
 
     def gradient_bytes(self) -> list[int | None]:
-        """Return how large the gradients of each layer are on this rank; None where there are none now."""
+        """
+        Return the size of the gradients of each layer on this rank, in bytes. None for a layer without
+        gradients now.
+        """
         return self._bytes(lambda parameter: parameter.grad)
 
     def _bytes(self, tensor_of: Callable[[Any], Any]) -> list[int | None]:
@@ -95,7 +101,7 @@ class LayerTable:
         return sizes_of_layers
 
     def compile(self, index: int) -> None:
-        """Note that a layer is called through torch.compile."""
+        """Record that a layer is called through torch.compile."""
         self.layers[index] = self.layers[index]._replace(region="compiled")
         self.closed.add(index)
 
@@ -111,7 +117,10 @@ class _Found(NamedTuple):
 
 
 def _found(roots: list[Any]) -> Iterator[_Found]:
-    """Yield the layers of all roots, in the order of the model; of FSDP only what is gathered as one."""
+    """
+    Yield the layers of all roots, in the order of the model. Of FSDP modules, only those that are gathered as
+    a whole.
+    """
     taken: set[int] = set()
     tops: Counter[str] = Counter()
     for root in roots:
@@ -139,7 +148,7 @@ def _found(roots: list[Any]) -> Iterator[_Found]:
 
 
 def _unwrapped(module: Any) -> list[Any]:
-    """Return a module, the one that it is only a wrapper of, and so on."""
+    """Return a module, the module that it wraps, the module that this one wraps, and so on."""
     chain = [module]
     while len(module._modules) == 1:
         ((name, inside),) = module._modules.items()
@@ -166,7 +175,7 @@ def _is_sharded(module: Any) -> bool:
 
 
 def _size(tensor: Any) -> int:
-    """Return how many bytes a tensor has on this rank; only its shape is looked at."""
+    """Return the size of a tensor on this rank in bytes. Only its shape is read."""
     import torch
 
     if hasattr(tensor, "to_local"):

@@ -1,6 +1,6 @@
 """
-The layers of a run: what is asked, the answer from the windows that its ranks have measured, and what is
-shown of it.
+The layers of a run: the question, the answer from the windows that its ranks have measured, and its
+presentation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from traceml_ray.store.rank_processes import RankProcess, process_labels
 
 
 class GetLayers(OfRun[Layers], frozen=True):
-    """What was measured of the layers, or only for the request `asked` (its id); `ranks` may be empty."""
+    """
+    Measurements of the layers: of all windows, or only of the request `asked` (its id).
+    `ranks` may be empty.
+    """
 
     asked: str = ""
 
@@ -34,7 +37,7 @@ NOTHING = (
     "whole job; `traceml-ray layers SESSION --steps 20` measures some steps of a running one"
 )
 _WAITS = "waits for other ranks"
-"""In what is said of times from which no rank can be named."""
+"""Used in the limits of times from which no rank can be named."""
 _ROWS, _LINES = 20, 4
 _NAME, _KIND = 26, 18
 _REGIONS = {"compiled": "compiled", "graph": "CUDA graph", "sharded": "FSDP"}
@@ -46,14 +49,14 @@ def render_layers(layers: Layers) -> str:
 
 
 def layers_sentences(layers: Layers) -> list[str]:
-    """Return which layers take longer on a rank, or that none does; none where that cannot be said."""
+    """Return sentences: which layers take longer on a rank, or that none does. Empty if that is not known."""
     sentences = [sentence(one.why) for one in layers.findings]
     return sentences or ([NONE_LONGER] if len(layers.ranks) > 1 and not _waits(layers) else [])
 
 
 def layers_facts(layers: Layers, *, with_findings: bool = True) -> Facts:
     """
-    Return the layers as sentences: which ranks take longer in which layers (only `with_findings`), or that
+    Return facts about the layers: which ranks take longer in which layers (only `with_findings`), or that
     none does, and what was measured.
     """
     if not layers.ranks:
@@ -73,12 +76,12 @@ def _waits(layers: Layers) -> bool:
 
 
 def sentence(why: str) -> str:
-    """Return why a layer was found as a sentence of its own."""
+    """Return the reason of a finding as a complete sentence."""
     return f"{why[:1].upper()}{why[1:]}."
 
 
 def about_layers(layers: Layers) -> str:
-    """Return which steps the times are of, on whose clock, and what measuring costs."""
+    """Return which steps were measured, on which clock, and what measuring costs."""
     every = f", one in {layers.every}" if (layers.every or 1) > 1 else ""
     return (
         f"Measured in {text.count(layers.steps, 'step')} of {text.ranks(layers.ranks)}{every}, on the "
@@ -111,17 +114,17 @@ def layers_table(layers: Layers, most: int = _ROWS) -> Table:
 
 
 def layer_name(one: Layer) -> str:
-    """Return what a layer is called; the root is "(model)"."""
+    """Return the displayed name of a layer. The root is "(model)"."""
     return one.name or "(model)"
 
 
 def region_of(one: Layer) -> str:
-    """Return why nothing is seen inside a layer: " (compiled)"; "" where it is."""
+    """Return why nothing is measured inside a layer, as " (compiled)". "" if something is."""
     return f" ({_REGIONS[one.region]})" if one.region else ""
 
 
 def _tail(name: str, most: int) -> str:
-    """Return the end of a name, which tells it from others."""
+    """Return the end of a name, which distinguishes it from others."""
     return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
@@ -163,7 +166,7 @@ def _worst_link(layers: Layers) -> Callable[[int], Link | None]:
 
 
 def layer_rank_columns(layers: Layers) -> list[Column]:
-    """Return a column for each of some ranks: forward and backward of each layer, by its index."""
+    """Return a column for each of some ranks: forward + backward of each layer, by its index."""
     named = {(one.layer, one.rank) for one in layers.findings}
 
     def of_rank(rank: int) -> Column:
@@ -176,7 +179,7 @@ def layer_rank_columns(layers: Layers) -> list[Column]:
 
 
 def all_layers_table(layers: Layers) -> Table:
-    """Return all layers in the order of the model, by their index, and rank beside rank."""
+    """Return all layers in the order of the model, by their index, with a column per rank."""
     columns = [*layer_columns(layers), *(layer_rank_columns(layers) if len(layers.ranks) > 1 else ())]
     named = {one.rank for one in layers.findings}
     ranks = sorted(layers.per_rank_ms, key=lambda rank: (rank in named, -rank))
@@ -192,7 +195,7 @@ def all_layers_table(layers: Layers) -> Table:
 
 _LIMITS = LayerLimits()
 _ASKED_RANKS = 32
-"""While a larger job goes on, faces ask for its layers where they are wanted alone."""
+"""Above this number of ranks, faces ask for layers of a running job only on their own page."""
 _NEXT = "Look at what this rank does in that layer: its input, its device."
 _ALL = "all layers"
 
@@ -221,11 +224,11 @@ class LayersView(View[Layers]):
         return layers_of(by_rank, _LIMITS)
 
     def findings(self, answer: Layers, steps: Sequence[Finding], verdict: OnSteps | None) -> list[Finding]:
-        """Return the layers that take longer on one rank: each may explain why that rank is late there."""
+        """Return the layers that take longer on one rank. Each may explain why that rank is late there."""
         return [_finding(one, answer, steps) for one in answer.findings]
 
     def every_s(self, ranks: Mapping[int, RankProcess], world: int) -> float | None:
-        """Return 30 s, or 2 s for each rank: each takes the aggregator up to 18 ms."""
+        """Return the larger of 30 s and 2 s per rank: each rank takes the aggregator up to 18 ms."""
         return max(30.0, 2.0 * world) if world <= _ASKED_RANKS else None
 
     def block(self, answer: Layers) -> Layers:
@@ -237,7 +240,7 @@ class LayersView(View[Layers]):
         return block
 
     def details(self, answer: Layers) -> Sequence[Section]:
-        """Return that no layer takes longer on one rank, what was measured, and all layers."""
+        """Return a note that no layer takes longer on one rank, what was measured, and all layers."""
         if not answer.ranks:
             return [Section("model", [Facts(("", f"{NOTHING}."))], "Layers")]
         none = [] if answer.findings else layers_sentences(answer)
@@ -245,7 +248,7 @@ class LayersView(View[Layers]):
         return [Section("model", [Facts.listed("", [*none, *about]), all_layers_table(answer)], "Layers")]
 
     def sections(self, answer: Layers) -> Sequence[Section]:
-        """Return who takes longer in which layer, and the layers that take longest."""
+        """Return which rank takes longer in which layer, and the layers that take longest."""
         facts, table = layers_facts(answer, with_findings=False), layers_table(answer)
         named = {one.layer for one in answer.findings}
         boxes = Boxes("Time of each layer with the layers inside it", icicle(answer.layers, named))

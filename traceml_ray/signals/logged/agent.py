@@ -1,4 +1,4 @@
-"""Takes what a script logs on its training thread, and sends it as sums over steps."""
+"""Collects what a script logs on its training thread, and sends it as sums over steps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from traceml_ray.signals.logged.copies import SLOTS, DeviceCopies
 from traceml_ray.signals.logged.records import MAX_NAME_CHARS, MAX_NAMES, LoggedValues
 
 _FIRST_S, _SOON_S, _LONGEST_S = 1.0, 10.0, 300.0
-"""Between two records of a name: a share of the time since the first, within these bounds."""
+"""Time between two records of a name, in s: a share of the time since the first, within these bounds."""
 _SOON, _LATER = 0.25, 0.005
 ROOM = 1 << 14
-"""Calls that are kept until the agent has read them; the oldest of more are lost, and counted."""
+"""Number of calls that are kept until the agent has read them. Beyond it the oldest are lost, and counted."""
 
 
 class _Sum:
@@ -28,7 +28,7 @@ class _Sum:
 
     def __init__(self) -> None:
         self.step: int | None = None
-        """The newest step, whose last value may still change."""
+        """The newest step, whose value may still be replaced."""
         self.value = math.nan
         self._over: dict[str, Any] = {}
 
@@ -43,7 +43,7 @@ class _Sum:
 
 
 def _with(before: Mapping[str, Any], step: int, value: float) -> dict[str, Any]:
-    """Return the fields of a record with one more step."""
+    """Return the fields of a record extended by one step."""
     finite = math.isfinite(value)
     known = [
         one for one in (before.get("low"), before.get("high"), value if finite else None) if one is not None
@@ -64,11 +64,11 @@ def _with(before: Mapping[str, Any], step: int, value: float) -> dict[str, Any]:
 
 class MetricLog(Collector):
     """
-    Of one process. `log` may be called by any thread; all else is the agent's thread's.
+    Values that one process logs. Any thread may call `log`; only the agent's thread uses the rest.
 
     Args:
-        recorder: knows the step of a moment.
-        errors: counts what cannot be logged.
+        recorder: knows the current step.
+        errors: counts values that cannot be logged.
         clock: monotonic seconds.
     """
 
@@ -79,23 +79,25 @@ class MetricLog(Collector):
         self._calls: deque[tuple[int, dict[str, Any]]] = deque()
         self._lost = 0
         self._dropped: deque[dict[str, Any]] = deque()
-        """What was lost: its places are free once the values have arrived."""
+        """Entries that were dropped. Their slots are free once the values have arrived."""
         self._copies = DeviceCopies()
         self._names: dict[str, str] = {}
-        """The names that are kept, as they are sent, by the name that was given."""
+        """Name as given → name as sent, for the names that are kept."""
         self._sums: dict[str, _Sum] = {}
         self._began: float | None = None
         self._due = 0.0
 
     @classmethod
     def of_rank(cls, rank: Rank) -> MetricLog:
-        """Return that of a rank."""
+        """Make the log of a rank."""
         return cls(rank.recorder, rank.errors)
 
     def log(self, values: dict[str, Any]) -> None:
         """
-        Take values by name; those that need no conversion first. `values` is not used by anyone else.
-        Raises TypeError, OverflowError or ValueError for one that cannot be logged; the others are.
+        Log values by name; first those that need no conversion. The caller must not use `values` afterwards.
+
+        Raises TypeError, OverflowError or ValueError for a value that cannot be logged; the other values are
+        logged.
         """
         failed: Exception | None = None
         for name, value in values.items():
@@ -110,7 +112,7 @@ class MetricLog(Collector):
             raise failed
 
     def _as_number(self, value: Any) -> Any:
-        """Return a value as a float, or as a place where the value of a device's tensor arrives later."""
+        """Return a value as a float, or as the slot where the value of a device's tensor will arrive."""
         if isinstance(value, Real):
             return float(value)
         torch = sys.modules.get("torch")
@@ -121,7 +123,7 @@ class MetricLog(Collector):
         raise TypeError(f"{type(value).__name__} is not a number")
 
     def _note(self, step: int, values: dict[str, Any]) -> None:
-        """Called as the log of marks is replayed, by whichever thread does that."""
+        """Add values to a step. Called when the log of marks is replayed, by whichever thread replays it."""
         if len(self._calls) < ROOM:
             self._calls.append((step, values))
         else:
@@ -133,7 +135,7 @@ class MetricLog(Collector):
             self._dropped.append(values)
 
     def collect(self, final: bool) -> list[LoggedValues]:
-        """Return a record of each name that has new values, little more often than is needed to draw them."""
+        """Return a record for each name with new values, not much more often than drawing needs."""
         lost, self._lost = self._lost, 0
         self._errors.count("logged values lost: no room", lost)
         self._read(final)
@@ -148,7 +150,7 @@ class MetricLog(Collector):
         return records
 
     def _read(self, final: bool) -> None:
-        """Add up what was logged, in order, as far as it has arrived from the devices."""
+        """Add up the logged values, in order, as far as they have arrived from the devices."""
         for _ in range(len(self._dropped)):
             for value in self._dropped.popleft().values():
                 self._copies.read(value)
@@ -165,7 +167,7 @@ class MetricLog(Collector):
                     self._errors.count("logged values lost: not copied from the device")
 
     def _kept(self, name: Any) -> str | None:
-        """Return the name as it is sent; None, and counted, for one too many."""
+        """Return the name as sent. None, and counted, if there are too many names."""
         kept = self._names.get(name)
         if kept is None:
             kept = sendable(str(name))[:MAX_NAME_CHARS]

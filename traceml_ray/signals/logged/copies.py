@@ -1,7 +1,9 @@
 """
-Numbers out of tensors, with no wait for a device: the value of a tensor on a GPU is copied to the host as the
-GPU comes to it, and read once it is there. Nothing is asked of CUDA to know that: another thread that asks
-spoils a graph that is being captured.
+Reads numbers from tensors without waiting for a device.
+
+The GPU copies the value of a tensor to the host when it reaches that point of its stream; the value is read
+once it has arrived. CUDA is not queried for that: a query by another thread would break a graph that is being
+captured.
 """
 
 from __future__ import annotations
@@ -10,28 +12,37 @@ import struct
 from typing import Any, NamedTuple
 
 SLOTS = 1024
-"""Values that may be on their way from the device at once."""
+"""Largest number of values on their way from the device."""
 _NOT_THERE = 0x7FF8_DEAD_BEEF_0001
-"""Bits of a NaN that no device computes: the value has not arrived."""
+"""Bits of a NaN that no device computes: it marks a value that has not arrived."""
 
 
 class _Place(NamedTuple):
-    """Where a value arrives."""
+    """The slot where a value arrives."""
 
     slot: int
 
 
 class DeviceCopies:
-    """Of one process. `number_of` is the logging thread's, `is_pending` and `read` are the agent's."""
+    """
+    The copies of one process. The logging thread calls `number_of`; the agent calls
+    `is_pending` and `read`.
+    """
 
     def __init__(self) -> None:
         self._values: Any = None
-        """(SLOTS,) float64 in pinned memory, and the same as int64; None before the first tensor of a GPU."""
+        """
+        (SLOTS,) float64 in pinned memory, and the same memory as int64. None before the first
+        GPU tensor.
+        """
         self._bits: Any = None
         self._free: list[int] = []
 
     def number_of(self, tensor: Any) -> float | _Place:
-        """Return the value of a tensor of one element, or where it arrives. Raises TypeError, ValueError."""
+        """
+        Return the value of a one-element tensor, or the slot where it arrives. Raises
+        TypeError, ValueError.
+        """
         import torch
 
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.numel() != 1:
@@ -57,7 +68,7 @@ class DeviceCopies:
         return _Place(slot)
 
     def _allocated(self) -> Any:
-        """Return memory that a GPU writes to without the host; once in a process."""
+        """Allocate memory that a GPU writes to without the host. Done once per process."""
         import torch
 
         return torch.empty(SLOTS, dtype=torch.float64, pin_memory=True)
@@ -68,11 +79,11 @@ class DeviceCopies:
         self._values, self._bits, self._free = values, values.view(torch.int64), [*range(SLOTS)]
 
     def is_pending(self, value: Any) -> bool:
-        """Return whether a value has yet to arrive."""
+        """Return whether a value has not arrived yet."""
         return isinstance(value, _Place) and int(self._bits[value.slot]) == _NOT_THERE
 
     def read(self, value: Any) -> float | None:
-        """Return a value; None where it is not there. Its place may be used again, if it has arrived."""
+        """Return a value, or None if it has not arrived. The slot of an arrived value may be reused."""
         if not isinstance(value, _Place):
             return None if value is None else float(value)
         bits = int(self._bits[value.slot])

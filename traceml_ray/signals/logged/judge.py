@@ -1,4 +1,4 @@
-"""What rank processes have logged, in bounded memory; made of `LoggedValues`."""
+"""Summarizes what rank processes have logged (`LoggedValues`), in bounded memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from traceml_ray.analysis.window import Float, Int64, no_values
 from traceml_ray.signals.logged.records import MAX_NAMES, LoggedValues
 
 MOST, LEAST, BUDGET = 256, 16, 1 << 17
-"""Pieces of one name of a rank process, at most and at least, and of all; of more, neighbours are joined."""
+"""
+Largest and smallest number of pieces per name of a rank process, and largest number in all. Above it,
+neighbouring pieces are joined.
+"""
 COLUMNS = 120
 _SERIES, _FIRST, _LAST, _STEPS, _VALUE, _LOW, _HIGH, _BAD, _BAD_FIRST, _BAD_SINCE = range(10)
 
@@ -22,24 +25,24 @@ def _no_steps() -> Int64:
 
 
 class NotFinite(msgspec.Struct, frozen=True):
-    """A rank that has logged something that is not finite: NaN, or an infinity."""
+    """A rank that has logged a value that is not finite: NaN or an infinity."""
 
     rank: int
     first_step: int
     """First step whose value is not finite."""
     since: int | None
-    """Step from which on no value is finite; None: the newest value is."""
+    """Step from which on no value is finite. None: the newest value is finite."""
 
 
 class LoggedNumbers(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks of a run have logged under one name, in a summary."""
+    """Values that the ranks of a run have logged under one name, in a summary."""
 
     name: str
     ranks: list[int]
     values: list[float | None]
-    """Newest value of each of `ranks`; None: it is not finite."""
+    """Newest value of each of `ranks`. None: it is not finite."""
     steps: list[int]
-    """Step of it."""
+    """Step of each of `values`."""
     low: float | None
     """Smallest finite value of the run; None: there is none."""
     high: float | None
@@ -48,25 +51,25 @@ class LoggedNumbers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoggedMetric(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What the ranks of a run have logged under one name."""
+    """Values that the ranks of a run have logged under one name."""
 
     name: str
     ranks: list[int] = []
     values: Float = msgspec.field(default_factory=no_values)
     """(R,), newest value of each of `ranks`, finite or not."""
     steps: Int64 = msgspec.field(default_factory=_no_steps)
-    """(R,), step of it."""
+    """(R,), step of each of `values`."""
     low: float | None = None
     """Smallest finite value of the run; None: there is none."""
     high: float | None = None
     """Largest finite value of the run; None: there is none."""
     not_finite: list[NotFinite] = []
     first: Int64 = msgspec.field(default_factory=_no_steps)
-    """(C,), first step of each column; empty where it is not known."""
+    """(C,), first step of each column. Empty if it is not known."""
     last: Int64 = msgspec.field(default_factory=_no_steps)
     """(C,), last step of each column."""
     line: Float = msgspec.field(default_factory=no_values)
-    """(C,), mean over the ranks of the last finite value of each column; NaN: none was logged."""
+    """(C,), mean over the ranks of the last finite value of each column. NaN: none was logged."""
     lowest: Float = msgspec.field(default_factory=no_values)
     """(C,), smallest finite value of each column."""
     highest: Float = msgspec.field(default_factory=no_values)
@@ -74,7 +77,7 @@ class LoggedMetric(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def value(self) -> float:
-        """Mean of the newest values of the ranks; not finite where one of them is not."""
+        """Mean of the newest values of the ranks. Not finite if one of them is not."""
         with np.errstate(invalid="ignore"):
             return float(self.values.mean()) if len(self.values) else float("nan")
 
@@ -84,16 +87,16 @@ def _number(value: float | None) -> float:
 
 
 class LoggedHistory:
-    """Of all rank processes of a session."""
+    """Values logged by all rank processes of a session."""
 
     def __init__(self) -> None:
         self._series: dict[tuple[int, str], int] = {}
-        """Number of each (rank process, name), in the order in which they were first logged."""
+        """(rank process, name) → number of the series, in the order in which they were first logged."""
         self._table: Float = np.empty((0, 10))
         self._arrived: list[tuple[float, ...]] = []
 
     def add(self, process: int, record: LoggedValues) -> None:
-        """Add what a rank process has logged under a name."""
+        """Add a record of a rank process, with values of one name."""
         series = self._series.setdefault((process, record.name), len(self._series))
         numbers = (record.last, *map(_number, (record.low, record.high)), record.not_finite)
         bad = map(_number, (record.first_not_finite, record.not_finite_since))
@@ -101,11 +104,11 @@ class LoggedHistory:
 
     def metrics(self, ranks: Mapping[int, Sequence[int]]) -> list[LoggedMetric]:
         """
-        Return what some ranks have logged; after a restart, also what was logged before.
+        Return what some ranks have logged, including values logged before a restart.
 
         Args:
-            ranks: rank processes of each rank, the oldest first. A later one replaces what an earlier one has
-                logged of the same steps.
+            ranks: rank → its rank processes, the oldest first. A later process replaces what an earlier one
+                has logged for the same steps.
         """
         rank_of = {process: (rank, index) for rank, ids in ranks.items() for index, process in enumerate(ids)}
         by_name: dict[str, list[tuple[int, int, int]]] = {}
@@ -118,7 +121,7 @@ class LoggedHistory:
         return [_metric(name, by_name[name], pieces) for name in [*by_name][:MAX_NAMES]]
 
     def _rows(self) -> Float:
-        """Return all pieces, by series and step."""
+        """Return all pieces, sorted by series and step."""
         if self._arrived:
             table = np.concatenate([self._table, np.array(self._arrived)])
             self._arrived = []
@@ -135,7 +138,7 @@ class LoggedHistory:
 
 
 def joined(rows: Float) -> Float:
-    """Return the pieces of a series, each two neighbours of the older half as one."""
+    """Return the pieces of a series, with neighbouring pieces of the older half joined in pairs."""
     if len(rows) < 4:
         return rows
     old = rows[: len(rows) // 4 * 2]
@@ -197,7 +200,10 @@ def _not_finite(rank: int, rows: Float) -> NotFinite:
 
 
 def _columns(rows: Float, owner: Int64) -> tuple[Int64, Int64, Float, Float, Float]:
-    """Return first and last steps of columns, and in each mean, smallest and largest finite value."""
+    """
+    Return the columns' first steps, last steps, and the mean, smallest and largest finite value in each
+    column.
+    """
     begin, end = int(rows[:, _FIRST].min()), int(rows[:, _LAST].max())
     count = min(COLUMNS, end - begin + 1)
     edges = begin + np.arange(count + 1) * (end - begin + 1) // count
@@ -206,7 +212,7 @@ def _columns(rows: Float, owner: Int64) -> tuple[Int64, Int64, Float, Float, Flo
     np.fmin.at(lowest, column, rows[:, _LOW])
     np.fmax.at(highest, column, rows[:, _HIGH])
     finite = np.flatnonzero(np.isfinite(rows[:, _VALUE]))
-    place = owner[finite] * count + column[finite]  # rows of a rank are in order of steps: the last counts
+    place = owner[finite] * count + column[finite]  # rows of a rank are in order of steps: the last one wins
     latest = finite[np.flatnonzero(np.diff(place, append=-1))]
     known = np.bincount(column[latest], minlength=count)
     sums = np.bincount(column[latest], rows[latest, _VALUE], count)

@@ -1,4 +1,4 @@
-"""What a rank has logged of one name."""
+"""What a rank has logged under one name."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from traceml_ray.signals.kind import Kind
 from traceml_ray.wire.codec import Count, Part
 
 MAX_NAMES, MAX_NAME_CHARS = 32, 64
-"""Names of one rank process, and characters of one name."""
+"""Largest number of names per rank process, and of characters per name."""
 
 
 class LoggedValues(Part, frozen=True):
-    """The values of one name in some steps of a rank; of a step, the last one that was logged."""
+    """The values of one name over some steps of a rank. The last value logged in a step counts."""
 
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
     first_step: Count
@@ -31,7 +31,7 @@ class LoggedValues(Part, frozen=True):
     first_not_finite: Count | None = None
     """First step whose value is not finite; None: there is none."""
     not_finite_since: Count | None = None
-    """Step from which on no value is finite; None: the last value is."""
+    """Step from which on no value is finite. None: the last value is finite."""
     last: float = math.nan
     """Last value. NaN is null in the session file."""
 

@@ -21,7 +21,7 @@ _NEXT = "Look at data and gradients of that step: `torch.autograd.set_detect_ano
 
 
 class GetLogged(OfRun[list[LoggedMetric]], frozen=True):
-    """What a run has logged, by name in the order in which names were first logged; 32 names at most."""
+    """What a run has logged, by name in the order in which names were first logged. At most 32 names."""
 
 
 class LoggedView(View[list[LoggedMetric]]):
@@ -35,7 +35,7 @@ class LoggedView(View[list[LoggedMetric]]):
     finds = MappingProxyType({})
 
     def answer(self, run: Run, asked: GetLogged) -> list[LoggedMetric]:
-        """Return what the ranks have logged, in all processes of each."""
+        """Return what the ranks have logged, over all processes of each rank."""
         job = next((one.identity.job_id for one in run.ranks.values() if one.identity is not None), None)
         ranks: dict[int, list[int]] = {}
         for process in of_run(run.file.processes(), job):
@@ -46,7 +46,7 @@ class LoggedView(View[list[LoggedMetric]]):
     def findings(
         self, answer: list[LoggedMetric], steps: Sequence[Finding], verdict: OnSteps | None
     ) -> list[Finding]:
-        """Return the numbers that are not finite, or were once."""
+        """Return the metrics that are not finite now, or were not finite before."""
         return [_finding(metric) for metric in answer if metric.not_finite]
 
     def every_s(self, ranks: Mapping[int, RankProcess], world: int) -> float | None:
@@ -54,7 +54,7 @@ class LoggedView(View[list[LoggedMetric]]):
         return _EVERY_S
 
     def block(self, answer: list[LoggedMetric]) -> list[LoggedNumbers]:
-        """Return the newest value of each rank by name, None where it is not finite; without lines."""
+        """Return the newest value of each rank by name (None if it is not finite), without the lines."""
         return [
             LoggedNumbers(
                 name=metric.name,
@@ -69,7 +69,7 @@ class LoggedView(View[list[LoggedMetric]]):
         ]
 
     def of_block(self, block: list[LoggedNumbers]) -> list[LoggedMetric]:
-        """Return the metrics of a block, without lines."""
+        """Return the metrics of a block, without the lines."""
         return [
             LoggedMetric(
                 name=one.name,
@@ -89,7 +89,7 @@ class LoggedView(View[list[LoggedMetric]]):
 
 
 def _finding(metric: LoggedMetric) -> Finding:
-    """Return the finding about a number that is not finite now, else about one that was not."""
+    """Return the finding about a metric that is not finite now, or else about one that was not."""
     now = [bad for bad in metric.not_finite if bad.since is not None]
     named = now or metric.not_finite
     step = min(bad.since if bad.since is not None else bad.first_step for bad in named)
@@ -112,11 +112,14 @@ def _finding(metric: LoggedMetric) -> Finding:
 
 
 _TILES, _SHORT, _SHORT_CHARS = 6, 3, 12
-"""Metrics that are numbers of the first page; those of them that have a place in one line for all."""
+"""
+Number of metrics shown as numbers on the first page; number of metrics that share a line, and the largest
+length of their names.
+"""
 
 
 def sections(metrics: Sequence[LoggedMetric]) -> list[Section]:
-    """Return the newest values as numbers and gauges, and all in a table."""
+    """Return the newest values as numbers and gauges, and all values in a table."""
     if not metrics:
         return []
     columns = [
@@ -155,7 +158,7 @@ def _number(metric: LoggedMetric, short: bool) -> Number:
     name = metric.name if len(metric.name) <= _SHORT_CHARS else f"{metric.name[: _SHORT_CHARS - 1]}…"
     shown = (name.upper(), text.value(metric.value)) if short else None
     value = metric.value if np.isfinite(metric.value) else None
-    line = metric.line[np.isfinite(metric.line)]  # a record is of many steps: most columns have no value
+    line = metric.line[np.isfinite(metric.line)]  # a record covers many steps, so most columns have no value
     return Number(f"logged {metric.name}", metric.name, value, "", about, line, short=shown)
 
 
