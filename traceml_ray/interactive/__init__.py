@@ -1,1 +1,1 @@
-"""What a person has of a session in Python, live or stored: its questions, tables, figures and HTML."""
+"""Sessions in Python, live or stored: questions, tables, figures and HTML."""

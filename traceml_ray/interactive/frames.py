@@ -1,4 +1,4 @@
-"""Columns of values as arrays and as a table of pandas, typed."""
+"""Columns of values as typed arrays and as pandas tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMES = {
 
 
 def kind_of(annotation: Any) -> type:
-    """Return what values of a type are in a column: int, float, bool, str, else object."""
+    """Return the type of a column for values of type `annotation`: int, float, bool, str, else object."""
     while get_origin(annotation) is typing.Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) is Literal:
@@ -35,8 +35,8 @@ def kind_of(annotation: Any) -> type:
 
 def array(values: Sequence[Any], kind: type) -> Array:
     """
-    Return a column as an array: int64, float64 or bool; float64 with NaN where a number is not known, else
-    objects.
+    Return a column as an array: int64, float64 or bool. A number column with unknown values is float64 with
+    NaN; other columns are objects.
     """
     if kind in (int, float, bool):
         if any(value is None for value in values):
@@ -48,7 +48,7 @@ def array(values: Sequence[Any], kind: type) -> Array:
 
 
 def pandas() -> Any:
-    """Return pandas. Raises ImportError, which says what to install."""
+    """Return the pandas module. Raises ImportError with the package to install."""
     try:
         import pandas
     except ImportError as error:
@@ -57,7 +57,7 @@ def pandas() -> Any:
 
 
 def frame(columns: Mapping[str, tuple[Sequence[Any], type]]) -> Any:
-    """Return a DataFrame of columns by name: values and kind. A moment is datetime64[ns, UTC]."""
+    """Return a DataFrame of columns: name → (values, kind). A moment is datetime64[ns, UTC]."""
     pd = pandas()
     made: dict[str, Any] = {}
     for name, (values, kind) in columns.items():

@@ -1,4 +1,7 @@
-"""What a notebook shows of a session and its tables: HTML without a script, on a light or dark ground."""
+"""
+HTML of a session and its tables for notebooks. It has no script, and works on light and
+dark backgrounds.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,14 @@ _PARTS = "numbers", "by rank"
 
 
 def page_of_session(chart_data: ChartData, heading: str) -> str:
-    """Return the verdict, the numbers and the heatmap of a session."""
+    """Return the verdict, the numbers and the heatmap of a session as HTML."""
     with timezone_of("UTC"):  # as all moments of a report
         sections = [section(made) for part in _PARTS for made in SECTIONS[part](chart_data)]
     return _page(tag("p", heading, cls="hint"), verdict_box(chart_data), sections)
 
 
 def page_of_table(columns: Mapping[str, Sequence[Any]], rows: int, about: str = "") -> str:
-    """Return the first rows of a table; `about`: what it is of."""
+    """Return the first rows of a table as HTML. `about` describes the table."""
     shown = range(min(rows, _SHOWN))
     made = [_column(name, values) for name, values in columns.items()]
     left = f" {text.count(len(shown), 'row')} of {rows:,} shown." if rows > len(shown) else ""
@@ -70,14 +73,17 @@ def _page(*content: Content) -> str:
 
 @cache
 def style() -> Markup:
-    """Return the report's style sheet for what is in our box only: a notebook keeps its own."""
+    """Return the report's style sheet, limited to this HTML. The notebook keeps its own style."""
     report = resources.files(document).joinpath("report.css").read_text("utf-8")
     ours = resources.files(interactive).joinpath("notebook.css").read_text("utf-8")
     return Markup("\n".join([*scoped(report, f".{_CLASS}"), ours]))
 
 
 def scoped(sheet: str, box: str) -> Iterable[str]:
-    """Yield the rules of a style sheet for what is inside `box`, without those of a page and of print."""
+    """
+    Yield the rules of a style sheet, limited to elements inside `box`. Rules for the page and for printing
+    are left out.
+    """
     for name, body in re.findall(r"([^{}]+)\{((?:[^{}]|\{[^{}]*\})*)\}", sheet):
         selector = re.sub(r"/\*.*?\*/", "", name, flags=re.S).strip()
         if selector.startswith("@media (max-width"):

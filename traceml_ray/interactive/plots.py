@@ -1,4 +1,4 @@
-"""Charts of a run as figures of Plotly: those of the web app."""
+"""Charts of a run as Plotly figures, the same as in the web app."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _TALL, _USUAL = 380, 300
 
 
 def _columns(ask: Ask, run: str | None) -> StepColumns | None:
-    """Return what is drawn step by step, once all steps of the run are read; None without any step."""
+    """Return the data of charts by step, after all steps of the run have been read; None without any step."""
     read_whole(ask, run, live=True)
     columns: StepColumns = ask(query.GetColumns(run, whole=True))
     return columns if len(columns.first) else None
 
 
 def _frame(ask: Ask, run: str | None) -> dict[str, Any]:
-    """Return what charts of steps have in common: when steps were over."""
+    """Return what all charts by step share: the times at which steps were over."""
     return figures.frame_of(StepClock.of(ask(query.GetTimeline(run))), alone=True)
 
 
@@ -154,7 +154,7 @@ PLOTS: Mapping[str, tuple[str, Callable[[Ask, str | None], Figure]]] = {
 
 
 def figure_of(ask: Ask, name: str, run: str | None, session: str) -> Any:
-    """Return a figure by name. Raises ValueError, ImportError."""
+    """Return the figure `name`. Raises ValueError, ImportError."""
     if name not in PLOTS:
         raise ValueError(f"there is no plot {str(name)[:40]!r}; there are: {', '.join(PLOTS)}")
     try:
@@ -169,7 +169,7 @@ def figure_of(ask: Ask, name: str, run: str | None, session: str) -> Any:
 
 
 def _laid_out(layout: Mapping[str, Any], title: str, name: str, data: Sequence[Any]) -> dict[str, Any]:
-    """Return a layout for a page that is not ours: with a title, a legend, and colours for any ground."""
+    """Return a layout for another program's page: with a title, a legend, and colours for any background."""
     axes = {axis: {"gridcolor": _GRID, **layout.get(axis, {})} for axis in ("xaxis", "yaxis")}
     axes["yaxis"]["fixedrange"] = False
     return {

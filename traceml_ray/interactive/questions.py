@@ -1,4 +1,4 @@
-"""The questions that a person asks a session: the same of one that runs and of one that is over."""
+"""The questions that a session answers in Python. Running and stored sessions answer the same ones."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ from traceml_ray.store.summary_shape import Summary
 
 class SessionQuestions:
     """
-    What a session can be asked. A subclass says how a question gets there (`_reply`), and which error it
-    raises where there is no answer (`_refuse`).
+    The questions that a session answers. A subclass sends them (`_reply`), and raises the error if there is
+    no answer (`_refuse`).
     """
 
     id: str
-    """Its name."""
+    """Name of the session."""
     folder: Path
-    """Where its files are."""
+    """Path of the session's files."""
 
     def _reply(self, message: bytes) -> bytes:
-        """Answer an encoded question, see `store.query`."""
+        """Return the answer to an encoded question, see `store.query`."""
         raise NotImplementedError
 
     def _refuse(self, why: str) -> NoReturn:
-        """Raise the error of a question that has no answer."""
+        """Raise the error for a question without an answer."""
         raise NotImplementedError
 
     def nodes(self) -> RowList[NodeInfo]:
@@ -71,8 +71,8 @@ class SessionQuestions:
 
     def ranks(self, run: str | None = None, *, every_attempt: bool = False) -> RowList[RankInfo]:
         """
-        Return the process of each rank in the run, and its rows so far. After a restart these are the
-        processes of the attempt that the numbers cover; with `every_attempt`, those of all attempts, the
+        Return the process of each rank in the run, with its number of stored rows. After a restart these are
+        the processes of the attempt that the numbers cover; with `every_attempt`, those of all attempts, the
         oldest first.
 
         The list is also a table: `ranks.stored` is an array, `ranks.to_pandas()` a DataFrame.
@@ -128,8 +128,8 @@ class SessionQuestions:
         run: str | None = None,
     ) -> Iterator[StepTable]:
         """
-        Yield the same in parts of about 200,000 rows, in the order in which they were stored: nearly that of
-        steps. For sessions that do not fit into memory.
+        Yield the rows of `steps` in parts of about 200,000 rows, in the order in which they were stored,
+        which is nearly the order of steps. For sessions that do not fit into memory.
         """
         chosen = chosen_ranks(ranks, self._ask(query.GetRanks(run)))
         for part in self._parts(first, last, chosen, run):
@@ -152,7 +152,7 @@ class SessionQuestions:
     def events(self, run: str | None = None, most: int = 10_000) -> RowList[EventRow]:
         """
         Return the newest `most` events of the run and of nodes (restarts, deaths, notes), the oldest first.
-        The list is a table, as that of `ranks`.
+        The list is also a table, like the one of `ranks`.
         """
         return RowList(self._ask(query.GetEvents(run, brief=True, most=most)).items, EventRow)
 
@@ -166,7 +166,10 @@ class SessionQuestions:
         return self._ask(query.GetSummary(run))
 
     def verdict(self, run: str | None = None) -> LiveVerdict | None:
-        """Return the verdict as of now, or on the whole run after its end. None before the first."""
+        """
+        Return the current verdict; after the run's end, the verdict on the whole run. None before the first
+        verdict.
+        """
         return self._ask(query.GetVerdict(run))
 
     def memory(self, run: str | None = None) -> RunMemory:
@@ -175,31 +178,34 @@ class SessionQuestions:
 
     def findings(self, run: str | None = None) -> RowList[Finding]:
         """
-        Return the current findings of the run: those of the verdict first, then those of other signals
-        (memory, layers, sharding, experts, nodes), the costliest first, at equal cost the most severe first;
-        a hundred at most. `explains` says which of them may explain which. The list is a table, like that of
-        `ranks`.
+        Return the current findings of the run. Those of the verdict come first, then those of other signals
+        (memory, layers, sharding, experts, nodes), the costliest first; at equal cost the most severe comes
+        first. There are at most a hundred. `explains` names a finding that this one may explain. The list is
+        also a table, like the one of `ranks`.
         """
         return RowList(self._ask(query.Findings(run)), Finding)
 
     def logged(self, run: str | None = None) -> list[LoggedMetric]:
-        """Return what the script has logged (`traceml_ray.log`), by name in the order of first use."""
+        """
+        Return the numbers that the script has logged (`traceml_ray.log`), in the order in which their names
+        were first used.
+        """
         return self._ask(GetLogged(run))
 
     def throughput(self, run: str | None = None) -> Throughput:
         """
         Return samples, tokens and FLOPs per second, and the time left. They cover the newest steps; after the
-        end of a run, all steps. `why` has the reason for each value that is not known.
+        end of a run, all steps. `why` gives the reason for each value that is not known.
         """
         read_whole(self._ask, run, live=True)
         return self._ask(GetThroughput(run))
 
     def output(self, rank: int, most: int = 40, run: str | None = None) -> LastOutput:
-        """Return what a rank printed last, `most` lines of stdout and as many of stderr."""
+        """Return the last printed lines of a rank: `most` lines of stdout and as many of stderr."""
         return self._ask(GetOutput(run, rank, most))[0]
 
     def layers(self, *, run: str | None = None) -> Layers:
-        """Return the time and memory of each layer of the model, as it was measured."""
+        """Return the measured time and memory of each layer of the model."""
         return self._ask(GetLayers(run))
 
     def compare(
@@ -211,8 +217,9 @@ class SessionQuestions:
         least_pct: float | None = None,
     ) -> Comparison:
         """
-        Say whether a run, as it is now, is better or worse than a stored session: its name beside this one,
-        or its path (read here). See `traceml_ray.compare`, also for what it raises about `baseline`.
+        Return whether a run, with the steps so far, is better or worse than a stored session. `baseline` is
+        the name of a session in the same folder, or a path; it is read on this machine. See
+        `traceml_ray.compare`, also for the errors about `baseline`.
         """
         stored = stored_side(baseline, baseline_run, Settings.load(out=str(self.folder.parent)))
         with self._answered():
@@ -228,7 +235,10 @@ class SessionQuestions:
         return self._ask(query.GetProfiles()).done
 
     def status(self) -> Status:
-        """Return the state of the session itself: where its rows are, and swallowed exceptions by place."""
+        """
+        Return the state of the session itself: where its rows are, and the swallowed
+        exceptions by place.
+        """
         return self._ask(query.GetStatus())
 
     def plot(self, name: str = "ranks", *, run: str | None = None) -> Any:
@@ -247,7 +257,7 @@ class SessionQuestions:
         return figure_of(self._ask, name, run, self.id)
 
     def _repr_html_(self) -> str:
-        """Return verdict, numbers and heatmap of the newest run for a notebook."""
+        """Return verdict, numbers and heatmap of the newest run as HTML for a notebook."""
         return page_of_session(self._chart_data(), repr(self).strip("<>"))
 
     def _chart_data(self) -> ChartData:
@@ -271,7 +281,7 @@ class SessionQuestions:
 
     @contextlib.contextmanager
     def _answered(self) -> Iterator[None]:
-        """Raise the error of this kind of session where a question has no answer."""
+        """Raise this session's own error if a question in the block has no answer."""
         try:
             yield
         except query.QueryError as error:

@@ -1,4 +1,4 @@
-"""Lists of what a session answers that are tables, too: ranks, nodes, events, findings."""
+"""Lists of answers that are also tables: ranks, nodes, events, findings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 class RowList(list[T]):
     """
-    A list of structs of one kind, which is a table as well.
+    A list of structs of one type that is also a table.
 
-    `rows.stored` is the field `stored` of all of them as an array (numpy): int64, float64 or bool, and
-    float64 with NaN where a number is not known; text and lists are objects.
+    `rows.stored` is the field `stored` of all structs as a numpy array: int64, float64 or bool. A number
+    field with unknown values is float64 with NaN; text and lists are objects.
     """
 
     def __init__(self, items: Iterable[T], kind: Any) -> None:
@@ -37,17 +37,20 @@ class RowList(list[T]):
 
     def to_pandas(self) -> Any:
         """
-        Return a DataFrame with a row for each, and a typed column for each field.
+        Return a DataFrame with a row for each struct, and a typed column for each field.
 
-        A moment (`from_ns`) is a column of datetime64[ns, UTC] (`from_time`); whole numbers are int64, or
-        Int64 where one is not known; what is not known is NaN, NaT or NA, never 0. Raises ImportError where
-        pandas is not installed.
+        A moment (`from_ns`) is a column of datetime64[ns, UTC] (`from_time`). Whole numbers are int64, or
+        Int64 if some are not known. Unknown values are NaN, NaT or NA, never 0. Raises ImportError if pandas
+        is not installed.
         """
         columns = {name: (self._values(name), kind) for name, kind in self._shown().items()}
         return frames.frame(columns)
 
     def _shown(self) -> dict[str, type]:
-        """Return the fields that are columns: of a moment that is there twice, the one in ns."""
+        """
+        Return the fields that are columns: name → type. Of a moment that exists twice,
+        the one in ns is used.
+        """
         kinds = _kinds(self._kind)
         twice = {TIMES[name] for name in kinds if name in TIMES} & kinds.keys()
         return {name: kind for name, kind in kinds.items() if name not in twice}
@@ -56,7 +59,7 @@ class RowList(list[T]):
         return [getattr(item, name) for item in self]
 
     def _repr_html_(self) -> str:
-        """Return the first rows as a table for a notebook."""
+        """Return the first rows as an HTML table for a notebook."""
         return page_of_table({name: self._values(name) for name in self._shown()}, len(self))
 
 

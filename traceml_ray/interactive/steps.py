@@ -1,4 +1,4 @@
-"""The rows of steps that `steps()` returns: arrays, and a table of pandas."""
+"""The rows of steps that `steps()` returns, as arrays and as a pandas table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from traceml_ray.stages import FLAG_EXCLUDED, STAGES
 from traceml_ray.store.step_rows import StepRows
 
 MOST_ROWS = 1_000_000
-"""Rows that `steps` returns unless more are asked for: 70 MB, and three times that while they are read."""
+"""Largest number of rows that `steps` returns by default: 70 MB, and three times that while they are read."""
 _STAGES = tuple(f"{stage}_ns" for stage in STAGES)
 _HOST = tuple(f"host_{stage}_ns" for stage in STAGES)
 _SHOWN = 20
@@ -26,11 +26,11 @@ _SHOWN = 20
 @dataclass(frozen=True, eq=False, repr=False)
 class StepTable:
     """
-    Rows of steps: one for each step, rank and segment, in that order; n of them. Times are int64 ns.
+    Rows of steps: one for each step, rank and segment, sorted in this order; n rows. Times are int64 ns.
 
     Columns are arrays by name: `rank`, `step`, `segment`, `flags`, `excluded` and, for each stage, `data_ns`
-    and so on; `total_ns` is their sum. Where rows are on a device's clock, `host_data_ns` and so on are the
-    same on the host's, float64, NaN in rows that have none.
+    and so on. `total_ns` is the sum of the stages. If rows are on a device's clock, `host_data_ns` and so on
+    are the same times on the host's clock: float64, NaN in rows without a host row.
     """
 
     rank: Array
@@ -40,13 +40,16 @@ class StepTable:
     segment: Array
     """Number of the exchange of gradients inside the step, from 0 on: (n,) int64."""
     flags: Array
-    """Why a row is less than whole, as bits of `traceml_ray.stages.FLAG_*`: (n,) uint8."""
+    """Why a row is incomplete, as bits of `traceml_ray.stages.FLAG_*`: (n,) uint8."""
     stages_ns: Array
     """Time in each stage, in the order of `traceml_ray.stages.STAGES`: (n, 6) int64 ns."""
     host_ns: Array | None
-    """The same on the host's clock: (n, 6) float64 ns, NaN: not known; None: no rank has a device clock."""
+    """
+    Time in each stage on the host's clock: (n, 6) float64 ns, NaN: not known; None: no rank has a device
+    clock.
+    """
     folded: int
-    """Number of older rows of these ranks that are kept as sums only, and are not among these."""
+    """Number of older rows of these ranks that are kept as sums only. This table lacks them."""
 
     def __getattr__(self, name: str) -> Array:
         column = self._column(name)
@@ -63,19 +66,19 @@ class StepTable:
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns of `to_pandas`."""
+        """Column names of `to_pandas`."""
         host = _HOST if self.host_ns is not None else ()
         return ["step", "rank", "segment", "flags", "excluded", *_STAGES, "total_ns", *host]
 
     @property
     def excluded(self) -> Array:
-        """(n,) bool: rows in no statistic, as the first step of a process."""
+        """Rows that no statistic covers, such as the first step of a process: (n,) bool."""
         excluded: Array = (self.flags & FLAG_EXCLUDED) != 0
         return excluded
 
     @property
     def total_ns(self) -> Array:
-        """(n,) int64: the whole row, waiting included."""
+        """Time of the whole row, including waiting: (n,) int64 ns."""
         total: Array = self.stages_ns.sum(axis=1)
         return total
 
@@ -105,7 +108,7 @@ class StepTable:
         return made
 
     def _repr_html_(self) -> str:
-        """Return the first rows as a table for a notebook, times in ms."""
+        """Return the first rows as an HTML table for a notebook, times in ms."""
         shown = {name: getattr(self, name)[:_SHOWN] for name in ("step", "rank", "segment")}
         times = {
             f"{name.removesuffix('_ns')} ms": getattr(self, name)[:_SHOWN] / 1e6
@@ -115,7 +118,7 @@ class StepTable:
 
 
 def joined(parts: Sequence[StepRows]) -> StepTable:
-    """Return parts of an answer as one, in order of step, segment and rank."""
+    """Return the parts of an answer as one table, in order of step, rank and segment."""
     keys = [np.concatenate([getattr(part, name) for part in parts]) for name in ("rank", "segment", "step")]
     order = np.lexsort(keys)
     rank, segment, step = (key[order] for key in keys)
@@ -132,7 +135,7 @@ def joined(parts: Sequence[StepRows]) -> StepTable:
 
 
 def _host_ns(parts: Sequence[StepRows], order: Array) -> Array | None:
-    """Return the times on the host's clock in an order, NaN: not known; None where no part has any."""
+    """Return the times on the host's clock in the given order, NaN: not known; None if no part has any."""
     if all(part.host_ns is None for part in parts):
         return None
     host_ns = [np.full(p.stages_ns.shape, np.nan) if p.host_ns is None else p.host_ns for p in parts]
@@ -141,7 +144,7 @@ def _host_ns(parts: Sequence[StepRows], order: Array) -> Array | None:
 
 
 def chosen_ranks(ranks: str | int | Iterable[int] | None, known: Iterable[int]) -> tuple[int, ...] | None:
-    """Return the ranks asked for; None: all. Raises ValueError for what is none of `known`."""
+    """Return the selected ranks; None: all. Raises ValueError for ranks that are not in `known`."""
     if ranks is None:
         return None
     known_ranks = sorted(known)
@@ -159,7 +162,10 @@ def chosen_ranks(ranks: str | int | Iterable[int] | None, known: Iterable[int]) 
 
 
 def at_most(parts: Iterable[StepRows], most: int, ranks: int, name: str) -> Iterator[StepRows]:
-    """Yield the parts of an answer. Raises ValueError, which names the filters, where they have more rows."""
+    """
+    Yield the parts of an answer. Raises ValueError, which names the filters, if they have more than `most`
+    rows.
+    """
     rows = 0
     for part in parts:
         rows += len(part.step)

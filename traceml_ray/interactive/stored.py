@@ -1,4 +1,7 @@
-"""A session that is stored: opened by name or path, asked as one that runs, never changed."""
+"""
+A stored session: opened by name or path. It answers the same questions as a running session, and is never
+changed.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ if TYPE_CHECKING:
 
 class StoredSession(SessionQuestions):
     """
-    A stored session, opened by `traceml_ray.open`. Use it as a context manager to have its file closed.
+    A stored session, opened by `traceml_ray.open`. Use it as a context manager to close its file.
 
     It answers the same questions as `Session`, with the same structs, from the file alone: Ray is not needed.
-    It writes nothing and does not delay a running session, whose stored rows answer each question. Any thread
-    may ask. Raises SessionError (a ValueError) where a question has no answer.
+    It writes nothing and does not delay a running session; answers about a running session come from the rows
+    stored so far. Any thread may ask. Raises SessionError (a ValueError) if a question has no answer.
 
-    `id` is its name, `folder` where its files are.
+    `id` is the session's name, `folder` the path of its files.
     """
 
     def __init__(self, folder: Path, limits: Thresholds) -> None:
@@ -46,7 +49,7 @@ class StoredSession(SessionQuestions):
         return holder(self.folder) is not None
 
     def close(self) -> None:
-        """Close its file; a question then raises SessionError."""
+        """Close the session's file. Later questions raise SessionError."""
         if self._answers is not None:
             self._answers.close()
             self._answers = None
@@ -56,11 +59,11 @@ class StoredSession(SessionQuestions):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close its file."""
+        """Close the session's file."""
         self.close()
 
     def __repr__(self) -> str:
-        """Say what this is, where its files are, and what to try."""
+        """Return what this object is, where its files are, and what to call on it."""
         state = "closed" if self._answers is None else "live" if self.is_live else "stored"
         what = ".verdict(), .findings(), .steps().to_pandas(), .plot()"
         return f"<traceml_ray session {self.id!r}, {state}: files in {self.folder}; try {what}>"
@@ -78,16 +81,16 @@ def open(
     session: str | os.PathLike[str] | None = None, *, out: str | os.PathLike[str] | None = None
 ) -> StoredSession:
     """
-    Open a session that is stored: `with traceml_ray.open("demo") as session: print(session.verdict())`.
+    Open a stored session: `with traceml_ray.open("demo") as session: print(session.verdict())`.
 
     Args:
-        session: a name in the folder of sessions; or a path: of a session's folder, its `session.sqlite`, or
-            the bundle of an incident. None: the one that runs, else the newest.
+        session: a name in the folder of sessions, or the path of a session's folder, its `session.sqlite`, or
+            the bundle of an incident. None: the running session, else the newest.
         out: the folder of sessions. Default: as in the settings, `traceml-sessions`.
 
     Raises:
-        SessionError: there is no such session, there are two of that name, or its file cannot be read, as
-            that of another version. It is a ValueError.
+        SessionError: there is no such session, there are two of that name, or its file cannot be read, for
+            example because another version wrote it. It is a ValueError.
     """
     settings = Settings.load(out=None if out is None else os.fspath(out))
     name = None if session is None else os.fspath(session)
@@ -97,7 +100,7 @@ def open(
 
 
 def _check_one(name: str, out: Path) -> None:
-    """Raise SessionError where a name is that of two sessions."""
+    """Raise SessionError if two sessions have this name."""
     places = [path for path in (out / name, Path(name)) if (path / DATABASE).is_file()]
     if len(places) > 1 and not places[0].samefile(places[1]):
         both = " and ".join(str(path.absolute()) for path in places)

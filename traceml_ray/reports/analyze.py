@@ -1,7 +1,7 @@
 """
-The memory of ranks after the fact: `traceml_ray.analyze`, over files of any number of recorders.
+Memory of ranks, analysed after the run from files of any number of recorders: `traceml_ray.analyze`.
 
-Renders what files say about memory as plain text: `traceml-ray analyze`.
+Also renders the result as plain text: `traceml-ray analyze`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from traceml_ray.signals.memory.shapes import (
 from traceml_ray.signals.memory.view import BUNDLE
 
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
-"""The mildest first."""
+"""Severities, the mildest first."""
 
 
 class AnalyzedFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,11 +43,11 @@ class AnalyzedFile(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     format: str
-    """As a person reads it: "traceml-ray session", "Stormlog events", …"""
+    """Format of the file in words: "traceml-ray session", "Stormlog events", …"""
     ranks: list[int]
     samples: int
     notes: list[str]
-    """What to know of it, each a sentence."""
+    """Notes about the file, each a sentence."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,12 +57,12 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
     def __str__(self) -> str:
-        """Return both, as "rank3.json: it is not valid JSON: …"."""
+        """Return path and reason, as "rank3.json: it is not valid JSON: …"."""
         return f"{self.path}: {self.reason}"
 
 
 class AnalyzeError(ValueError):
-    """An argument is wrong, or there is nothing to analyze. The message says which."""
+    """An argument is wrong, or there is nothing to analyze. The message says what."""
 
     def __init__(self, message: str, refused: Sequence[Refused] = ()) -> None:
         super().__init__(message)
@@ -73,7 +73,7 @@ class Analysis(Memory, frozen=True, kw_only=True):
     """The memory of a run, from files. Unknown values are None."""
 
     run: str | None = None
-    """The run that it is about; None where the files name none."""
+    """Run that the analysis covers; None: the files name none."""
     world_size: int | None = None
     sources: list[AnalyzedFile] = []
     refused: list[Refused] = []
@@ -88,21 +88,22 @@ def analyze(
     sensitivity: Sensitivity = "medium",
 ) -> Analysis:
     """
-    Return which rank's memory grew first, memory that the allocator does not see, and what is left, from
-    files.
+    Return which rank's memory grew first, memory that the allocator does not see, and the remaining headroom,
+    from files.
 
     Reads sessions and bundles of traceml-ray, exports of Stormlog (events of schema 2 to 4 as JSON, JSONL or
-    CSV, `telemetry_timeline.json`), and folders of these; each rank may have files of its own. All files are
-    of one job; of several runs the newest is analyzed. A file that cannot be used is in `refused`, and the
-    others are analyzed without it.
+    CSV, `telemetry_timeline.json`), and folders of these; each rank may have its own files. All files must
+    belong to one job; if there are several runs, the newest is analyzed. A file that cannot be used is listed
+    in `refused`, and the others are analyzed without it.
 
     Args:
         paths: files and folders, one or several.
-        ranks: what it is about: `all`, `0,2`, `0,4-7`; other ranks are not looked at.
-        sensitivity: how weak evidence may be that hidden memory is a collective's: low, medium or high.
+        ranks: ranks to analyze: `all`, `0,2`, `0,4-7`; other ranks are ignored.
+        sensitivity: how weak the evidence may be that hidden memory belongs to a collective: low, medium or
+            high.
 
     Raises:
-        AnalyzeError: none of the files can be used, none of the ranks is in them, or an argument is wrong.
+        AnalyzeError: no file can be used, no selected rank is in the files, or an argument is wrong.
         ValueError: `ranks` cannot be read.
     """
     chosen = rank_filter(ranks)
@@ -128,14 +129,14 @@ def analyze(
 
 
 def reaches(analysis: Analysis, severity: Severity) -> bool:
-    """Return whether any finding is that severe, or more."""
+    """Return whether any finding has this severity or a higher one."""
     return any(
         SEVERITIES.index(finding.severity) >= SEVERITIES.index(severity) for finding in analysis.findings
     )
 
 
 def to_json(entries: Analysis) -> str:
-    """Return it as indented JSON with a line break at the end."""
+    """Return the analysis as indented JSON with a line break at the end."""
     return msgspec.json.format(msgspec.json.encode(entries), indent=2).decode() + "\n"
 
 
@@ -148,7 +149,7 @@ def _nothing(given: Sequence[object], refused: Sequence[Refused]) -> str:
 
 
 def _passed_over(gathered: Gathered) -> list[str]:
-    """Return a note on files that are not about memory."""
+    """Return a note on files that have no memory data."""
     names = text.listed([path.name for path in gathered.passed_over])
     return [f"Skipped, because they have no samples of memory: {names}."] if names else []
 
@@ -166,13 +167,13 @@ def _source(source: FileRead) -> AnalyzedFile:
 
 _MOST = 20
 _BUNDLES = 2
-"""Whose reason comes before all else."""
+"""Number of bundles whose reason is printed before everything else."""
 _MOST_RANKS = 32
 _PATH = 56
 
 
 def render_analysis(analysis: Analysis) -> str:
-    """Return what was found as text: the first cause, the findings, the ranks, and the files it is from."""
+    """Return the analysis as text: the first cause, the findings, the ranks, and the source files."""
     return page(
         [
             Facts(*(("Bundle", kept) for kept in _kept(analysis)), *_first(analysis)),
@@ -199,13 +200,13 @@ def render_analysis(analysis: Analysis) -> str:
 
 
 def _kept(analysis: Analysis) -> list[str]:
-    """Return when and why the first bundles among the files were kept: who died, of what."""
+    """Return when and why the first bundles among the files were kept: which rank died, and of what."""
     bundles = [note for source in analysis.sources if source.format == BUNDLE for note in source.notes]
     return bundles[:_BUNDLES]
 
 
 def _first(analysis: Analysis) -> Sequence[tuple[str, str]]:
-    """Return who grew first, why that is said, and who is missing."""
+    """Return the rank that grew first, the reason for naming it, and the missing ranks."""
     cause, onset = analysis.first_cause, analysis.collective_onset
     world = f" of {analysis.world_size:,}" if analysis.world_size else ""
     missing = f"no samples of {text.ranks(analysis.missing_ranks)}{world}" if analysis.missing_ranks else ""
@@ -252,7 +253,7 @@ def _findings(findings: Sequence[MemoryFinding]) -> Table:
 
 
 def _next(findings: Sequence[MemoryFinding]) -> Table:
-    """Return what to do, once for each kind of finding."""
+    """Return the table of next steps, one row for each kind of finding."""
     kinds: dict[str, str] = {}
     for finding in findings:
         kinds.setdefault(text.words(finding.kind), " ".join(finding.next))
@@ -261,7 +262,10 @@ def _next(findings: Sequence[MemoryFinding]) -> Table:
 
 
 def _ranks(ranks: Sequence[RankMemory]) -> Table:
-    """Return a line for each rank and device; of many, those with the most severe findings."""
+    """
+    Return the table with a row for each rank and device. If there are many, only those with the most severe
+    findings.
+    """
     worst = sorted(ranks, key=lambda one: -SEVERITIES.index(one.severity) if one.severity else 1)
     kept = {id(one) for one in worst[:_MOST_RANKS]}
     columns = [
@@ -324,12 +328,12 @@ def _refused(analysis: Analysis) -> Table:
 
 
 def _path(path: str) -> str:
-    """Return the end of a long path, which tells it from others."""
+    """Return the end of a long path, which distinguishes it from others."""
     return path if len(path) <= _PATH else f"…{path[-(_PATH - 1) :]}"
 
 
 def _some(title: str, columns: Sequence[Column], items: Sequence[Any], noun: str) -> Table:
-    """Return a table of the first of many items, and how many more there are."""
+    """Return a table of the first of many items, and the number of the others."""
     return Table(title, columns, items[:_MOST], _more(len(items) - _MOST, noun))
 
 
@@ -342,12 +346,12 @@ def _who(one: MemoryFinding | Attribution) -> str:
 
 
 def _date(t_ns: int) -> str:
-    """Return a moment with its date, as far as it has one."""
+    """Return a moment with its date, if its time is wall-clock time."""
     when = moment(t_ns)
     return _moment(t_ns) if t_ns < EARLIEST_WALL_NS or when is None else text.dated(when)
 
 
 def _moment(t_ns: int) -> str:
-    """Return a moment as a person reads it; of a file without wall-clock times, by its own clock."""
+    """Return a moment for people. For a file without wall-clock times, use the file's own clock."""
     by_own_clock = f"{text.plain(round(t_ns / 1e9))} s (its own clock)"
     return by_own_clock if t_ns < EARLIEST_WALL_NS else text.clock(moment(t_ns))

@@ -1,4 +1,4 @@
-"""Answers every question about a session (`store.query`), live and stored by the same functions."""
+"""Answers every question about a session (`store.query`). Live and stored sessions use the same functions."""
 
 from __future__ import annotations
 
@@ -45,27 +45,27 @@ from traceml_ray.store.summary_shape import Summary, summary_of
 from traceml_ray.wire.codec import ready
 
 QUESTIONS = (*query.REQUESTS.values(), *OF_QUESTION)
-"""Every question and command there is."""
+"""All questions and commands."""
 _MAX_REPORTS = 3
-"""Runs that are over whose summaries are held."""
+"""Largest number of finished runs whose summaries are kept in memory."""
 _NEVER = 1 << 62
 _OF_META = (
     *("session", "status", "started_at", "ended_at", "exit_code", "launcher", "command", "settings"),
     *("world_size", "nnodes", "strategy", "ending"),
 )
-"""Fields of the session file that are fields of its status."""
+"""Fields of the session file that are also fields of its status."""
 _MAX_NAMED = 20
-"""Runs that are named where another was asked for."""
+"""Largest number of runs that an error message lists if the requested run does not exist."""
 
 
 class Answers:
     """
-    Answers from the session file, as of the last commit. May be used by several threads.
+    Answers questions from the session file, with the data of the last commit. Several threads may use it.
 
     Args:
-        folder: the session's.
-        limits: of the session.
-        errors: where questions that failed are counted.
+        folder: folder of the session.
+        limits: thresholds of the session.
+        errors: counts the questions that failed.
     """
 
     def __init__(self, folder: Path, limits: Thresholds, errors: Errors | None = None) -> None:
@@ -98,7 +98,10 @@ class Answers:
         }
 
     def reply(self, message: bytes) -> bytes:
-        """Answer an encoded message (`query.ask`). Never raises: an error is an answer, too."""
+        """
+        Return the answer to an encoded message (`query.ask`). Never raises: an error is returned as an
+        answer.
+        """
         try:
             requests, watching = query.decode(message, QUESTIONS)
             if not watching:
@@ -113,7 +116,7 @@ class Answers:
             )
 
     def answer(self, request: Request[query.A]) -> query.A:
-        """Return the answer. Raises `QueryError`, `SessionFileError`."""
+        """Return the answer to a request. Raises `QueryError`, `SessionFileError`."""
         answer = self._by_kind.get(type(request))
         if answer is None:
             name = type(request).__name__
@@ -131,36 +134,39 @@ class Answers:
         return result
 
     def report_text(self, run: str | None = None) -> str:
-        """Return the report of all of a run as text. Raises `QueryError`, `SessionFileError`."""
+        """Return the report of a whole run as text. Raises `QueryError`, `SessionFileError`."""
         with self._file(self._run(run)) as file:
             return text_of(summarize(file, self._limits), self.folder)
 
     def check(self) -> None:
-        """Open the session file. Raises `SessionFileError` where that cannot be done."""
+        """Open the session file. Raises `SessionFileError` if it cannot be opened."""
         with self._file():
             pass
 
     def close(self) -> None:
-        """Let go of the session file until the next question."""
+        """Close the session file until the next question."""
         self._histories.close()
 
     def _used_for(self, requests: list[Request[Any]]) -> None:
-        """Note questions that do not come from an open page."""
+        """Note questions that do not come from an open page. They count as use of the session."""
 
     def _known(self) -> tuple[list[RankProcess], Mapping[str, Any], Mapping[str, int]]:
-        """Return the rank processes, what is known of the session as a whole, and its errors."""
+        """Return the rank processes, the facts of the session as a whole, and its errors."""
         with self._file() as file:
             meta = file.meta()
             return file.processes(), meta, meta.get("errors", {})
 
     def _over(self, run: str | None = None) -> bool:
-        """Return whether nothing more comes of the session or, while that goes on, of that run."""
+        """
+        Return whether the session has ended. With `run`, also True if that run has ended while the session
+        continues.
+        """
         with self._file() as file:
             meta = file.meta()
         return holder(self.folder) is None or is_over(meta, run)
 
     def _run(self, name: str | None) -> str | None:
-        """Return the id of the run that is meant: by its id or name, else the newest. Raises `QueryError`."""
+        """Return the id of the requested run, given by id or name; None: the newest. Raises `QueryError`."""
         if name in self._runs:
             return name
         processes, meta, _ = self._known()
@@ -175,7 +181,7 @@ class Answers:
         return same[-1]
 
     def _verdict_now(self, run: str | None) -> results.LiveVerdict | None:
-        """Return the verdict of a run that goes on."""
+        """Return the current verdict of a running run."""
         with self._file(run) as file:
             verdicts, _ = file.verdicts()
         if not verdicts:
@@ -183,16 +189,22 @@ class Answers:
         return msgspec.convert({**verdicts[-1], "episodes": None, "brief": None}, ready(results.LiveVerdict))
 
     def _judged_live(self, asked: OfRun[Any]) -> Any:
-        """Return what the live judge of a signal has found in a run that goes on; None: it has none."""
+        """
+        Return the result of a signal's live judge for a running run; None: the signal has
+        no live judge.
+        """
         return None
 
     def _history(self, run: str | None, read_on: bool) -> AbstractContextManager[RunSteps]:
-        """Give the step history of a run; `read_on`: with what has come since."""
+        """
+        Yield the step history of a run. With `read_on`, it includes the rows stored since
+        the last question.
+        """
         return self._histories.of(run, read_on)
 
     @contextmanager
     def _file(self, run: str | None = None) -> Iterator[SessionFile]:
-        """Open the session file for a moment (0.2 ms), for one run."""
+        """Open the session file for a short time (0.2 ms), for one run."""
         with SessionFile(self._files.sqlite, run=run) as file, legible(file.path):
             yield file
 
@@ -222,7 +234,7 @@ class Answers:
         return results.LiveVerdict(**asdict(summary.verdict), **more, exposed_ms=exposed)
 
     def _findings(self, asked: query.Findings) -> list[Finding]:
-        """Return those of the summary; of a run that goes on, those of what is known now."""
+        """Return the findings of the summary. For a running run, compute them from the current data."""
         if self._over(asked.run):
             return self._reported(asked.run).findings
         questions = questions_on_findings(asked.run)
@@ -264,7 +276,7 @@ class Answers:
                 return view.answer(run, asked)
 
     def _reported(self, run: str | None) -> Summary:
-        """Return the summary that was written at the end, where it is of that run, else make one."""
+        """Return the summary that was written at the end if it covers that run; otherwise compute one."""
         path = self._files.summary_json
         return self._report(run, path.stat().st_mtime_ns if path.is_file() else None)
 
@@ -286,7 +298,7 @@ class Answers:
 
 
 def _time(asked: Any) -> tuple[int, int] | None:
-    """Return the part of the session that is asked for, ns; None: its newest samples."""
+    """Return the requested time span of the session, ns; None: its newest samples."""
     if not asked.first_ns and asked.last_ns is None:
         return None
     return asked.first_ns, _NEVER if asked.last_ns is None else asked.last_ns

@@ -1,4 +1,4 @@
-"""The setting `baseline`: a stored session that is known to be good, and what a step takes there."""
+"""The setting `baseline`: a stored session of a good run. Its steps give the expected cost of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def checked(settings: Settings) -> Settings:
     """
     Return the settings with `baseline` as an absolute path, for another process to read.
 
-    Raises SettingError when it names no session that a baseline can be had from.
+    Raises SettingError if it names no session that can give a baseline.
     """
     if settings.baseline is None:
         return settings
@@ -33,7 +33,7 @@ def checked(settings: Settings) -> Settings:
 
 
 def given(settings: Settings) -> Baseline | None:
-    """Return the baseline that the settings name, None when they name none. Raises SettingError."""
+    """Return the baseline that the settings name; None if they name none. Raises SettingError."""
     if settings.baseline is None:
         return None
     folder = _folder(settings)

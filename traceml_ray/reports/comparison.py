@@ -1,7 +1,8 @@
 """
-Two sessions beside each other, live or stored: asked the same, and judged by `analysis.comparison`.
+Compares two sessions, live or stored. Both get the same questions, and `analysis.comparison` judges the
+answers.
 
-Renders a comparison of two sessions as plain text: `traceml-ray compare`.
+Also renders the comparison as plain text: `traceml-ray compare`.
 """
 
 from __future__ import annotations
@@ -71,50 +72,53 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     strategy: str | None = None
     world_size: int | None = None
     first_step: int | None = None
-    """The steps that are compared: those beyond the warm-up."""
+    """First step that is compared; the warm-up is left out. `last_step` is the last one."""
     last_step: int | None = None
     verdict: str | None = None
-    """The finding in it, in one line."""
+    """Verdict on the run, in one line."""
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """How session `b` differs from session `a`; ms, %, bytes. Unknown values are None."""
+    """Difference between session `b` and session `a`; ms, %, bytes. Unknown values are None."""
 
     schema: str = SCHEMA
     word: Word | None
     """better, worse or no difference; None: the steps cannot be compared, `cannot` says why."""
     headline: str
-    """The same in a sentence, with by how much."""
+    """The judgement in a sentence, with the size of the difference."""
     where: str
     """How the rest of the step changed; "" if nothing differs."""
     a: Side
     b: Side
     change_pct: float | None
-    """By how much `b` is worse, in % of a step of `a`: by its `stage`, or without one by all of the step;"""
+    """How much worse `b` is, in % of a step of `a`: in its `stage`, or without one in the whole step."""
     low_pct: float | None
-    """and the interval that this is in, of the steps of both."""
+    """
+    Lower end of the interval of `change_pct`, in %, from the steps of both sessions. `high_pct` is its upper
+    end.
+    """
     high_pct: float | None
     stage: str | None
-    """The stage that took longer, or less, than all else did; None: none."""
+    """Stage that took longer, or less, than all other work did; None: none."""
     ranks: list[RankChange]
-    """Those that moved in that stage, the most first."""
+    """Ranks that moved in that stage, the largest change first."""
     changes: list[NumberChange]
-    """Number by number."""
+    """All compared numbers, each with its change."""
     cannot: list[str]
-    """What cannot be compared, and why: a sentence each."""
+    """What cannot be compared, and why, each a sentence."""
     notes: list[str]
-    """What a reader has to know."""
+    """Notes for the reader, each a sentence."""
 
 
 class Known(NamedTuple):
-    """What was answered about one of two sessions."""
+    """The answers about one of two sessions."""
 
     side: Side
     times: StepTimes
     verdict: VerdictInfo | None
     sample: StepSample
     memory: Mapping[str, Sequence[MemorySeries]]
-    """By what is measured."""
+    """Memory samples by measured quantity."""
 
 
 def compare(
@@ -129,20 +133,21 @@ def compare(
     """
     Return whether the stored session `b` is better or worse than `a`, by how much, and what changed.
 
-    Intervals come from the steps of both: a block bootstrap, since steps are correlated, and by how much a
-    run drifts. They do not cover what lasts longer than a run. See docs/method.md.
+    Intervals come from the steps of both sessions: a block bootstrap, because steps are correlated, and the
+    drift within each run. They do not cover effects that last longer than a run. See docs/method.md.
 
     Args:
         a: name, folder or session.sqlite of the session to compare with.
-        b: the same of the other; None: the one that runs, else the newest.
+        b: name, folder or session.sqlite of the other session; None: the running one, else the newest.
         run_a: id or name of one run of `a` (default: the newest).
-        run_b: the same of `b`.
+        run_b: id or name of one run of `b` (default: the newest).
         out: folder of sessions (default: as in the settings).
-        least_pct: smallest difference of times, in % of a step of `a`, that is called one (default: 5).
+        least_pct: smallest difference of times, in % of a step of `a`, that counts as a difference (default:
+            5).
 
     Raises:
         SessionError: there is no such session.
-        SessionFileError: one cannot be read.
+        SessionFileError: a session file cannot be read.
         QueryError: there is no such run.
     """
     settings = Settings.load(out=None if out is None else os.fspath(out))
@@ -151,7 +156,7 @@ def compare(
 
 
 def stored_side(name: str | os.PathLike[str] | None, run: str | None, settings: Settings) -> Known:
-    """Return what the files of a session answer. Raises as `compare`."""
+    """Return the answers from the files of a session. Raises like `compare`."""
     folder = session.find(None if name is None else os.fspath(name), settings.out)
     answers = Answers(folder, settings.thresholds)
     try:
@@ -162,12 +167,12 @@ def stored_side(name: str | os.PathLike[str] | None, run: str | None, settings: 
 
 
 def limits_of(least_pct: float | None) -> CompareLimits:
-    """Return the limits with another smallest difference of times, in %."""
+    """Return the limits with `least_pct` as the smallest difference of times, in %."""
     return COMPARE if least_pct is None else msgspec.structs.replace(COMPARE, least=least_pct / 100)
 
 
 def ask_side(send: Callable[[bytes], bytes], run: str | None = None) -> Known:
-    """Return what `send` answers about one session. Raises as `query.ask`."""
+    """Return the answers that `send` gives about one session. Raises like `query.ask`."""
     asked = query.GetStatus(), query.GetRanks(run), query.GetVerdict(run)
     status, ranks, verdict = query.ask(send, asked)
     times = read_whole(partial(query.ask_one, send), run, live=status.status == "running")
@@ -187,8 +192,8 @@ def read_whole(
     ask: Callable[[query.Request[StepTimes]], StepTimes], run: str | None, live: bool
 ) -> StepTimes:
     """
-    Return the numbers of a run once all of it has been read: of a long one, a slice at each question. Of a
-    session that is `live`, as much as there is. Raises what `ask` raises.
+    Return the numbers of a run after all of it has been read. A long run is read one slice per question. For
+    a `live` session, read the steps so far. Raises whatever `ask` raises.
     """
     before = None
     while True:
@@ -199,7 +204,7 @@ def read_whole(
 
 
 def memory_question(ranks: Mapping[int, RankProcess]) -> query.GetMemorySamples:
-    """Return the question about the memory of all ranks, over all of the run."""
+    """Return the question for the memory of all ranks over the whole run."""
     last = max(_LEAST_SAMPLES, min(_SAMPLES, _ALL_SAMPLES // max(1, len(ranks))))
     return query.GetMemorySamples(tuple(process.id for process in ranks.values()), last, first_ns=1)
 
@@ -213,7 +218,7 @@ def known(
     sample: StepSample,
     memory: Sequence[tuple[int, MemorySample]],
 ) -> Known:
-    """Return what is compared of the answers about one session."""
+    """Return the data to compare, from the answers about one session."""
     side = Side(
         session=status.session,
         run=run,
@@ -238,7 +243,7 @@ def _series(
     rank_of: Mapping[int, int],
     first: int | None,
 ) -> list[MemorySeries]:
-    """Return what was measured of each rank and device from step `first` on; none of what is not known."""
+    """Return the samples of each rank and device from step `first` on. Unknown values are left out."""
     values_by_device: dict[tuple[int, int | None], list[int]] = {}
     for process, sample in samples:
         value, step = getattr(sample, field), sample.step
@@ -251,7 +256,7 @@ def _series(
 
 
 def compared(a: Known, b: Known, limits: CompareLimits = COMPARE) -> Comparison:
-    """Return how session `b` differs from `a`."""
+    """Return the difference between session `b` and session `a`."""
     verdict, steps = compare_steps(a.sample, b.sample, limits)
     memory = [
         compare_memory(what, a.memory[what], b.memory[what], limits)
@@ -286,17 +291,17 @@ def regressed(comparison: Comparison, percent: float) -> bool:
 
 
 def to_json(comparison: Comparison) -> str:
-    """Return it as indented JSON with a line break at the end."""
+    """Return the comparison as indented JSON with a line break at the end."""
     return msgspec.json.format(msgspec.json.encode(comparison), indent=2).decode() + "\n"
 
 
 def interval(low: float | None, high: float | None, unit: str = "%") -> str:
-    """Return "+13.9 … +16.4 %"; "" where there is none."""
+    """Return "+13.9 … +16.4 %"; "" if there is no interval."""
     return "" if low is None or high is None else f"{signed(low)} … {signed(high)} {unit}"
 
 
 def signed(value: float | None) -> str:
-    """Return by how much something changed: "+15.2", "−0.3", "+132"."""
+    """Return a change with its sign: "+15.2", "−0.3", "+132"."""
     digits = 0 if value is not None and abs(value) >= 100 else 1
     return text.number(value, digits, sign=True)
 
@@ -339,7 +344,7 @@ def _on_ranks(verdict: ComparisonVerdict) -> str:
 
 
 def _where(verdict: ComparisonVerdict, step: NumberChange) -> str:
-    """Return what the rest of the step did, in a sentence; "" where nothing differs."""
+    """Return how the rest of the step changed, in a sentence; "" if nothing differs."""
     if verdict.word in (None, "no difference"):
         return ""
     rest = f"took {text.times(verdict.rest)} as long"
@@ -352,7 +357,10 @@ def _where(verdict: ComparisonVerdict, step: NumberChange) -> str:
 
 
 def _cannot(a: Known, b: Known, changes: Sequence[NumberChange]) -> list[str]:
-    """Return what cannot be compared, with the reason; what has the same reason together."""
+    """
+    Return what cannot be compared and why, each a sentence. Numbers with the same reason
+    share a sentence.
+    """
     by_reason: dict[str, list[str]] = {}
     for change in changes:
         if change.why:
@@ -428,19 +436,19 @@ def render_value(value: float | None, unit: str) -> str:
 
 
 def label(change: NumberChange) -> str:
-    """Return what a number of a comparison is: of a stage, its exposed time."""
+    """Return the name of a compared number. For a stage it is its exposed time."""
     return f"exposed {change.what}" if change.what in STAGES else text.words(change.what)
 
 
 def change(change: NumberChange) -> str:
-    """Return by how much it changed: "+15 %"; of what is in % already, the points."""
+    """Return the change of a number: "+15 %". For a number that is a percentage, the change is in points."""
     if change.unit == "%":
         return "" if change.change is None else f"{signed(change.change)} points"
     return "" if change.change_pct is None else f"{signed(change.change_pct)} %"
 
 
 def range_of(change: NumberChange) -> str:
-    """Return the interval of the same."""
+    """Return the interval of the change of a number."""
     return (
         interval(change.low, change.high, "points")
         if change.unit == "%"
@@ -462,7 +470,7 @@ def _is_shown(change: NumberChange) -> bool:
 
 
 TONES: dict[str, str] = {"worse": "critical", "better": "good"}
-"""Tone of what a comparison says of a number, or of all."""
+"""Tone of a judgement, for one number and for the whole comparison."""
 NUMBERS = [
     Column("", lambda row: label(row) + (f", rank {row.rank_b}" if row.rank_b is not None else "")),
     Column("A", lambda row: render_value(row.a, row.unit), "figures"),
@@ -474,7 +482,7 @@ NUMBERS = [
 
 
 def numbers_table(comparison: Comparison) -> Table:
-    """Return the numbers that are known of one of both."""
+    """Return the table of the numbers that are known for at least one of the sessions."""
     return Table("Numbers", NUMBERS, [change for change in comparison.changes if _is_shown(change)])
 
 

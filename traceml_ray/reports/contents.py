@@ -1,4 +1,7 @@
-"""What a report says of a summary: blocks of facts and tables, which the text and `report.html` lay out."""
+"""
+The contents of a report: builds blocks of facts and tables from a summary. The text report and `report.html`
+lay them out.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +46,11 @@ _MAX_LINES = 20
 _MAX_FINDINGS = 6
 _WORTH = 0.03
 _MOST_OF = 0.5
-"""What is named in more of the steps than this shows in their medians."""
+"""Share of the steps above which a named cause shows in the medians over all steps."""
 
 
 def runs_table(runs: Sequence[RunInfo], chosen: str | None) -> Table:
-    """Return the list of runs, where there is more than one; `chosen` is the one that the rest is of."""
+    """Return the table of runs, if there are several. `chosen` is the run that the report covers."""
     mark = " (selected)"
     columns = [
         Column("run", lambda run: run.name),
@@ -62,7 +65,7 @@ def runs_table(runs: Sequence[RunInfo], chosen: str | None) -> Table:
 
 
 def verdict_facts(summary: Summary) -> Facts:
-    """Return the verdict, what it costs, why, what else was anomalous then, and what to do."""
+    """Return the verdict, its cost, its reason, anomalies at the same time, and what to do."""
     verdict, first = summary.verdict, summary.conclusion
     is_first = first.subject == "steps"
     # What is more severe than the verdict on the steps comes before it.
@@ -79,7 +82,7 @@ def verdict_facts(summary: Summary) -> Facts:
 
 
 def findings_facts(summary: Summary) -> Facts:
-    """Return what else was found, each with its cost, why, and what to do."""
+    """Return the other findings, each with its cost, its reason, and what to do."""
     shown, lines = findings_beside(summary), list[tuple[str, str]]()
     advised = {summary.conclusion.next, summary.verdict.next}
     for one in shown[:_MAX_FINDINGS]:
@@ -104,7 +107,7 @@ FINDINGS = [
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
-    """Return what was found beside the verdict, whatever it is about, and what is only information."""
+    """Return the table of all findings besides the verdict, including those that are only information."""
     verdict_key = next((one.key for one in findings if one.signal == "steps"), None)
     shown = [one for one in findings if one.key != verdict_key]
     return Table(
@@ -114,8 +117,8 @@ def findings_table(findings: Sequence[Finding]) -> Table:
 
 def findings_beside(summary: Summary) -> list[Finding]:
     """
-    Return the findings of a summary that are not said with its verdict; of a run that failed, also those that
-    are only information.
+    Return the findings of a summary that are not shown with its verdict. For a failed run, these include
+    those that are only information.
     """
     failed = meaning(summary.verdict).kind == "failure"
     every = beside(summary.findings, summary.conclusion.key, all_of=failed)
@@ -123,7 +126,7 @@ def findings_beside(summary: Summary) -> list[Finding]:
 
 
 def about_verdict(summary: Summary) -> list[str]:
-    """Return how sure a verdict is, and what its cause and all causes cost."""
+    """Return the confidence of a verdict, the cost of its cause, and the cost of all causes."""
     verdict, about = summary.verdict, list[str]()
     if verdict.confidence:
         about.append(f"confidence {verdict.confidence}")
@@ -139,12 +142,12 @@ def about_verdict(summary: Summary) -> list[str]:
 
 
 def has_gpus(summary: Summary) -> bool:
-    """Return whether the ranks of the run have GPUs: else hours are those of ranks."""
+    """Return whether the ranks of the run have GPUs. If not, costs are in rank-hours."""
     return any(node["gpus"] for node in summary.system.nodes)
 
 
 def evidence(findings: Sequence[Finding]) -> list[str]:
-    """Return the anomalies of the nodes named: evidence, not the cause of the verdict."""
+    """Return the anomalies of the named nodes. They are evidence, not the cause of the verdict."""
     nodes: dict[str, list[str]] = {}
     for one in findings:
         if one.signal == "nodes":
@@ -153,7 +156,10 @@ def evidence(findings: Sequence[Finding]) -> list[str]:
 
 
 def _of_a_part(summary: Summary) -> str:
-    """Return that medians of all steps hide what was named, where that was in a part of them only."""
+    """
+    Return a note that medians over all steps hide the named cause, if it was present in only a part of the
+    steps.
+    """
     episode = current_episode(summary.verdict, summary.episodes)
     steps = 0 if episode is None else episode.to_step - episode.from_step + 1
     if episode is None or steps > _MOST_OF * summary.steps.count:
@@ -162,7 +168,10 @@ def _of_a_part(summary: Summary) -> str:
 
 
 def steps_facts(summary: Summary) -> Facts:
-    """Return the time of a step, how far ranks and nodes are apart, and what these numbers are of."""
+    """
+    Return the time of a step, the differences between ranks and nodes, and the steps that these numbers
+    cover.
+    """
     steps = summary.steps
     before = ("Restarts", restarted(earlier_of(summary)))
     if steps.median_ms is None:
@@ -195,12 +204,12 @@ def steps_facts(summary: Summary) -> Facts:
 
 
 def earlier_of(summary: Summary) -> Sequence[EarlierStart]:
-    """Return the starts of the run before the one that the summary is of."""
+    """Return the earlier starts of the run, which the summary does not cover."""
     return next((run.earlier for run in summary.runs if run.id == summary.run), ())
 
 
 def _idle(steps: StepStatistics) -> str:
-    """Return for how much of their time GPUs wait for their hosts; "" without device clocks."""
+    """Return the share of time in which GPUs wait for their hosts; "" without device clocks."""
     idle = {rank: pct for rank, pct in steps.per_rank_gpu_idle_pct.items() if pct is not None}
     if not idle:
         return ""
@@ -212,7 +221,7 @@ def _idle(steps: StepStatistics) -> str:
 
 
 def _experts(loads: Sequence[ExpertLoad]) -> list[tuple[str, str]]:
-    """Return how uneven the load of experts is, of the least even routers."""
+    """Return the imbalance of the expert load, for the least even routers."""
     pairs = [
         ("" if number else "Experts", sentence(load)) for number, load in enumerate(loads[:_MAX_ROUTERS])
     ]
@@ -221,7 +230,7 @@ def _experts(loads: Sequence[ExpertLoad]) -> list[tuple[str, str]]:
 
 
 def _sampled(steps: StepStatistics) -> str:
-    """Return which numbers are of some steps only, where devices' clocks are not read in all of them."""
+    """Return which numbers cover only some steps, if device clocks are not read in all steps."""
     timed_pct = steps.covers.timed_pct if steps.covers else 100.0
     if timed_pct > 99:
         return ""
@@ -232,7 +241,7 @@ def _sampled(steps: StepStatistics) -> str:
 
 
 def _covers(steps: StepStatistics) -> str:
-    """Return which steps the numbers and the verdict are of, where they leave out the oldest rows."""
+    """Return which steps the numbers and the verdict cover, if they leave out the oldest rows."""
     covers = steps.covers
     if covers is None or covers.rows_pct == 100:
         return ""
@@ -247,7 +256,7 @@ def _covers(steps: StepStatistics) -> str:
 
 
 def _baseline(summary: Summary) -> list[tuple[str, str]]:
-    """Return the baseline, where it was given or something has drifted from it."""
+    """Return the baseline, if it was given or a drift from it was found."""
     baseline = summary.baseline
     drifted = any(meaning(one).names == "all" for one in [summary.verdict, *summary.verdicts])
     if baseline is None or not (baseline.source or drifted):
@@ -257,7 +266,7 @@ def _baseline(summary: Summary) -> list[tuple[str, str]]:
 
 
 def stages_table(stages: Sequence[StageStatistics]) -> Table:
-    """Return where the time of a step goes."""
+    """Return the table of the step time by stage."""
     columns = [
         Column("stage", lambda stage: stage.name),
         Column("exposed ms", lambda stage: stage.exposed_ms, "aligned"),
@@ -285,13 +294,16 @@ def spans_table(spans: Sequence[SpanStatistics], step_ms: float | None) -> Table
 
 
 def _of_rank(stage: StageStatistics | SpanStatistics) -> str:
-    """Return the rank with the largest time, where that is above the median."""
+    """Return the rank with the largest time, if that time is above the median."""
     alone = stage.worst_rank is not None and stage.max_ms > 1.01 * stage.median_ms
     return f"rank {stage.worst_rank}" if alone else ""
 
 
 def nodes_table(summary: Summary) -> Table:
-    """Return the nodes, of many the worst ones: their ranks, and how busy and how full they were."""
+    """
+    Return the table of nodes: their ranks, and how busy and how full they were. If there are many, only the
+    worst.
+    """
     busy, nodes = summary.steps.per_node_median_ms, summary.session.nodes
     measured = {node["node_id"]: node for node in summary.system.nodes}
 
@@ -327,7 +339,10 @@ def _load(gpus: Sequence[dict[str, Any]]) -> str:
 
 
 def ranks_table(summary: Summary, sections: Iterable[Section]) -> Table:
-    """Return the ranks, of many the worst ones: their times, what signals know, and how they ended."""
+    """
+    Return the table of ranks: their times, the values of signals, and how they ended. If there are many, only
+    the worst.
+    """
     busy, ranks = summary.steps.per_rank_median_ms, summary.ranks
     median = summary.steps.busy_median_ms
     idle = summary.steps.per_rank_gpu_idle_pct
@@ -353,14 +368,17 @@ def ranks_table(summary: Summary, sections: Iterable[Section]) -> Table:
 
 
 def _role(rank: SummaryRank) -> str:
-    """Return what work a rank does, where not all do the same."""
+    """Return the role of a rank, if not all ranks do the same work."""
     worker = rank.placement.get("worker")
     serves = ", serves, no steps" * rank.serves
     return " ".join(filter(None, [rank.role, f"RPC {worker}{serves}" if worker else ""]))
 
 
 def roles_table(summary: Summary) -> Table:
-    """Return what the ranks of each role wait for those of others; none where all do the same work."""
+    """
+    Return the table of the time that the ranks of each role wait for other roles; empty if all ranks do the
+    same work.
+    """
     members: dict[str, list[int]] = {}
     for number, rank in summary.ranks.items():
         members.setdefault(rank.role or "", []).append(int(number))
@@ -380,7 +398,7 @@ def _end(rank: SummaryRank) -> str:
 
 
 def suspects_table(summary: Summary) -> Table:
-    """Return the ranks that were late; none where all is well."""
+    """Return the table of late ranks; empty if no rank is late."""
     healthy = meaning(summary.verdict).kind == "healthy"
     columns = [
         Column("rank", lambda suspect: f"rank {suspect.rank}"),
@@ -394,7 +412,7 @@ def suspects_table(summary: Summary) -> Table:
 
 
 def history_table(summary: Summary) -> Table:
-    """Return the hangs, the episodes, and the steps for which no verdict was possible."""
+    """Return the table of the hangs, the episodes, and the steps without a possible verdict."""
     episodes, verdicts = summary.episodes, summary.verdicts
     costly = {(episode.label, episode.from_step) for episode in episodes}
     others = [verdict for verdict in verdicts if (verdict.label, verdict.from_step) not in costly]
@@ -414,7 +432,7 @@ def history_table(summary: Summary) -> Table:
 
 
 def meaning(verdict: VerdictInfo) -> Meaning:
-    """Return what the label of a verdict means."""
+    """Return the explanation of a verdict's label."""
     return LABELS[verdict.label]
 
 
@@ -430,13 +448,16 @@ def _lasted(one: VerdictInfo | TimedEpisode) -> str:
 
 
 def last_stacks(verdicts: Sequence[VerdictInfo]) -> list[Stack]:
-    """Return where the ranks were in the last hang: all threads of the rank named, then the others."""
+    """
+    Return the stacks of the ranks in the last hang: all threads of the named rank, then
+    the other ranks.
+    """
     every = [span.stacks for span in verdicts if span.stacks]
     return every[-1] if every else []
 
 
 def events_table(events: Sequence[EventInfo]) -> Table:
-    """Return the newest events that say something."""
+    """Return the table of the newest events that have a message."""
     silent = ("exit", "relay_start", "process_ended")
     worth = [event for event in events if event.message or event.kind not in silent]
     worth = [event for event in worth if event.kind not in ("stacks", "flight_recorder")]
@@ -450,7 +471,7 @@ def events_table(events: Sequence[EventInfo]) -> Table:
 
 
 def ledger_facts(ledger: WholeLedger) -> Facts:
-    """Return the ledger of the rows."""
+    """Return the ledger of the rows as facts."""
     counts = {name: f"{getattr(ledger, name):,}" for name in ("produced", "stored", "in_flight", "folded")}
     total = ledger.dropped.total
     places = ", ".join(f"{where} {rows:,}" for where, rows in ledger.dropped.by_place.items())
@@ -464,7 +485,7 @@ def ledger_facts(ledger: WholeLedger) -> Facts:
 
 
 def overhead_facts(overhead: RankOverhead) -> Facts:
-    """Return what the monitor cost."""
+    """Return the cost of the monitor as facts."""
     names = {
         "training_thread_us_per_step": "µs a step on the training thread",
         "agent_cpu_pct": "% of a core for the agent",

@@ -23,18 +23,18 @@ from traceml_ray.store.results import EventRow
 ENDED = "process_ended"
 """Kind of event of a process that ended, whether it died or not."""
 _CLOCKS_NS = 100_000_000
-"""The clocks of two nodes are assumed to differ by at most so much."""
+"""Largest assumed difference between the clocks of two nodes, in ns."""
 _SEEN_NS = 100_000_000
-"""The end of a process is observed from outside at most so much later,"""
+"""Largest assumed delay until the end of a process is observed from outside, in ns."""
 _LOST_NS = 20_000_000_000
-"""and the end of a node at most so much."""
+"""Largest assumed delay until the end of a node is observed, in ns."""
 _CUT_NS = 1_000_000_000
-"""torchrun rounds its times down to whole seconds."""
+"""torchrun rounds its times down to whole seconds; this is one second, in ns."""
 _LATE_NS = {"exception": 0, "rank_lost": _LOST_NS, ENDED: _SEEN_NS}
 FATAL = tuple(_LATE_NS)
-"""Kinds of event that report deaths."""
+"""Kinds of events that report a death."""
 _LISTED = 3
-"""Deaths of unknown order that are listed one by one; more are counted."""
+"""Largest number of deaths of unknown order that are listed one by one. Further ones are only counted."""
 _FROM_PEERS = re.compile(
     r"connection closed by peer|connection reset|connection refused|broken pipe|socket timeout"
     r"|nccl|processgroup|gloo|distbackenderror|distnetworkerror|tcpstore"
@@ -42,7 +42,7 @@ _FROM_PEERS = re.compile(
     re.IGNORECASE,
 )
 _SIGNAL = re.compile(r"Signal \d+ \(\w+\) received by PID \d+")
-"""The message of torchrun for a rank that raised nothing."""
+"""Pattern of torchrun's message for a rank that raised no exception."""
 _CRASHES = frozenset(
     (
         signal.SIGSEGV,
@@ -57,14 +57,14 @@ _CRASHES = frozenset(
 """Signals by which a process ends because of what it did itself."""
 _SILENT = frozenset({"ray", "v1"})
 """
-Sources of ranks for which an end without a final message is no death: a plain actor may be killed when its
-work is done, and version 1 has no final message.
+Sources of ranks whose end without a final message is not a death. A plain actor may be killed when its work
+is done, and version 1 has no final message.
 """
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A time on a node's clock; the true one is at most `early_ns` before or `late_ns` after it."""
+    """A time on a node's clock. The true time is at most `early_ns` before or `late_ns` after it."""
 
     t_ns: int
     early_ns: int = 0
@@ -74,8 +74,8 @@ class Moment:
 @dataclass(frozen=True)
 class Death:
     """
-    How the process of a rank died. `message` is the exception as `Type: text`, "" when there
-    was none; `exit_code` is None where no launcher saw it, negative for a signal.
+    The death of a rank's process. `message` is the exception as `Type: text`, "" if there was none.
+    `exit_code` is None if no launcher saw it, negative for a signal.
     """
 
     rank: int
@@ -84,29 +84,32 @@ class Death:
     exit_code: int | None = None
     process: RankProcess | None = None
     circumstances: str = ""
-    """The message of the event that reported it as lost."""
+    """Message of the event that reported the process as lost."""
     traceback: str | None = None
     oom_kills: int = 0
-    """Processes of its cgroup that the kernel killed in its lifetime because memory ran out."""
+    """Number of processes of its cgroup that the kernel killed during its life because memory ran out."""
 
     @property
     def node(self) -> str | None:
-        """Key of its node, None where that is not known."""
+        """Key of the process's node; None: not known."""
         return node_key(self.process) if self.process and self.process.identity else None
 
     @property
     def last_step(self) -> int | None:
-        """The last step it closed."""
+        """Last step that the process completed."""
         return self.process.last_step if self.process else None
 
     @property
     def stage(self) -> str | None:
-        """The stage it was in, as last reported."""
+        """Stage that the process was in, as last reported."""
         return self.process.stage if self.process else None
 
     @property
     def reason(self) -> str:
-        """The exception, else how it was lost, else the signal or the exit code, in words."""
+        """
+        Reason of the death in words: the exception, else how the process was lost, else the signal or the
+        exit code.
+        """
         if self.message:
             lines = [line.strip() for line in self.message.splitlines() if line.strip()]
             return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".:")
@@ -118,18 +121,18 @@ class Death:
 
     @property
     def how(self) -> str:
-        """The reason as what happened to it: "killed by SIGKILL"."""
+        """The reason as a description: "killed by SIGKILL"."""
         by_signal = self.reason == exit_words(self.exit_code) and (self.exit_code or 0) < 0
         return f"killed by {self.reason}" if by_signal else self.reason
 
     @property
     def consequence(self) -> bool:
-        """Whether another death caused it: a collective failed, or the launcher ended it."""
+        """Whether another death caused this one: a collective failed, or the launcher ended the process."""
         return self.exit_code == -signal.SIGTERM or bool(_FROM_PEERS.search(self.message))
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether its exception is of memory that ran out, or the kernel killed it for that."""
+        """Whether the exception says that memory ran out, or the kernel killed the process for that."""
         if self.message:
             return is_out_of_memory(self.message)
         return self.oom_kills > 0 and self.exit_code in (None, -signal.SIGKILL)
@@ -154,12 +157,13 @@ def deaths(
     failed: bool = False,
 ) -> list[Death]:
     """
-    Return the deaths of the last generation of a run (see `rank_processes.generations`) in order of time: a
-    process that was replaced is no death of the run. Where there is none and the run `failed`, the deaths of
-    those that were replaced in the last attempt, unless each only followed from another's.
+    Return the deaths of the last generation of a run (see `rank_processes.generations`) in order of time. The
+    death of a process that was replaced is not a death of the run. If there is none and the run `failed`,
+    return the deaths of the processes replaced in the last attempt, unless each of them is only a consequence
+    of another.
 
     `failures` are the launcher's (RankFailure as dicts), `events` and `processes` the run's. An exception,
-    the launcher and the relay report a death, each with a time: the most exact one counts.
+    the launcher and the relay may report the same death, each with a time: the most exact time counts.
     """
     events_of_process: dict[int | None, list[EventRow]] = {}
     for event in events:
@@ -197,7 +201,10 @@ def deaths(
 def _death(
     process: RankProcess, every: list[EventRow], failures: Mapping[tuple[int, int], dict[str, Any]]
 ) -> Death | None:
-    """Return how a process died, from `every` event of it and the launcher's `failures`; None: it did not."""
+    """
+    Return the death of a process, from all its events (`every`) and the launcher's `failures`; None: it did
+    not die.
+    """
     assert process.identity is not None
     rank = process.identity.global_rank
     failure = failures.get((rank, process.identity.pid))
@@ -218,7 +225,10 @@ def _death(
 
 
 def _moment(events: Sequence[EventRow], failure: dict[str, Any] | None, last_seen_ns: int = 0) -> Moment:
-    """Return when a process ended: the most exact of what is known, of those the earliest."""
+    """
+    Return when a process ended: the most exact of the known times, and the earliest of
+    equally exact ones.
+    """
     alive = {"rank_lost": last_seen_ns}  # both are of the aggregator's clock
     known = [
         Moment(t_ns, early_ns=min(_LATE_NS[kind], max(0, t_ns - alive.get(kind, 0))))
@@ -231,7 +241,7 @@ def _moment(events: Sequence[EventRow], failure: dict[str, Any] | None, last_see
 
 
 def _whole(data: dict[str, Any], name: str) -> int | None:
-    """Return a number from an event; its sender may be any process."""
+    """Return an integer from an event; None if it is invalid. Any process may have sent the event."""
     value = data.get(name)
     return value if isinstance(value, int) else None
 
@@ -243,8 +253,8 @@ def _message(failure: dict[str, Any] | None) -> str:
 
 def culprits(all_deaths: Sequence[Death]) -> list[Death]:
     """
-    Return the first death that is no consequence (if all are, the first), then those that may have been
-    before it within the error of clocks.
+    Return the first death that is no consequence (if all are, the first death), then those that may have been
+    earlier within the error of the clocks.
     """
     unexplained = [death for death in all_deaths if not death.consequence] or list(all_deaths)
     return [death for death in unexplained if death is unexplained[0] or _maybe_before(death, unexplained[0])]
@@ -263,8 +273,8 @@ def headline(
     world: int,
 ) -> Verdict:
     """
-    Return the verdict that names the first of the deaths `found`, one or more; `node_of` returns the name
-    of its node, `ranks` are those of `world` that are known.
+    Return the verdict that names the first death. `all_deaths` has at least one; `node_of` returns the label
+    of a death's node; `ranks` are the known ranks of `world`.
     """
     first = culprits(all_deaths)
     death, tie, others = first[0], len(first) > 1, len(all_deaths) - len(first)
@@ -291,8 +301,8 @@ def _earlier(
     all_deaths: Sequence[Death], node: str | None, ranks: Mapping[int, RankProcess], world: int
 ) -> Verdict | None:
     """
-    Return the verdict where each death only followed from the end of a peer: one that had finished, or one
-    that never reported.
+    Return the verdict for deaths that are all consequences of the end of a peer that had finished, or that
+    never reported.
     """
     death, dead = all_deaths[0], {one_death.rank for one_death in all_deaths}
     reached = -1 if death.last_step is None else death.last_step
@@ -326,7 +336,7 @@ def _earlier(
 
 
 def _one(values: set[Any]) -> Any:
-    """Return the value that all have in common."""
+    """Return the value if all are the same; else None."""
     return next(iter(values)) if len(values) == 1 else None
 
 
@@ -349,8 +359,8 @@ def _where(death: Death, node: str | None) -> tuple[str, str]:
 
 def place_words(last_step: int | None, stage: str | None) -> str:
     """
-    Return how far a rank had come, as last reported: "after step 1,091, in `data`"; "" before its first step.
-    The step in which it ended may be a later one, of which nothing was reported.
+    Return the position of a rank, as last reported: "after step 1,091, in `data`"; "" before its first step.
+    It may have ended in a later step that was never reported.
     """
     if last_step is None:
         return ""
