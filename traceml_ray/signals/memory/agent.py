@@ -1,10 +1,9 @@
 """
-What a rank sends of its memory: a sample once a round, and now and then where its values come from.
+Sends the memory samples of a rank: one per round, and from time to time the sources of their values.
 
-For those who ask for it (TRACEML_MEMORY_HISTORY=1) torch keeps a record of its own of where device memory
-is allocated: it then takes the Python stack of each allocation, on the thread that allocates. When a device
-runs out of memory, what it has recorded is written into a file for PyTorch's memory viewer
-(pytorch.org/memory_viz).
+With TRACEML_MEMORY_HISTORY=1 torch records where device memory is allocated. It then takes the Python stack
+of each allocation, on the allocating thread. When a device runs out of memory, the record is written to a
+file for PyTorch's memory viewer (pytorch.org/memory_viz).
 """
 
 from __future__ import annotations
@@ -27,25 +26,29 @@ from traceml_ray.wire.codec import Part, Value
 from traceml_ray.wire.messages import Event
 
 MAX_ENTRIES = 20_000
-"""Largest number of entries kept of torch's record, the newest: each takes several KB of the file."""
+"""
+Largest number of entries of torch's record that are kept, the newest. Each takes several KB of
+the file.
+"""
 MAX_FILES = 3
-"""Largest number of files of one process."""
+"""Largest number of files per process."""
 PAUSE_S = 60.0
-"""Least time between two files, in s: a script may catch the error and try again in every step."""
+"""Shortest time between two files, in s: a script may catch the error and try again in every step."""
 _MISSING = "memory history"
 
 
 class MemoryHistory(Collector):
     """
-    Of one process. `write` may be called by any thread, all else is the agent's.
+    The memory history of one process. Any thread may call `write`; only the agent calls the rest.
 
     Args:
-        wanted: whether a person has asked for it.
-        spool: where this node's agents leave rows; `SNAPSHOTS` in it leads to the session, if that is here.
-        add_event: has an event sent.
-        errors: counts what goes wrong.
-        missing: takes why there is no record.
-        torch: returns the module, None while it is not imported.
+        wanted: whether the user has requested it.
+        spool: where this node's agents leave rows. Its entry `SNAPSHOTS` links to the session if that is on
+            this node.
+        add_event: sends an event.
+        errors: counts errors.
+        missing: receives the reason why there is no record.
+        torch: returns the module. None while it is not imported.
         clock: monotonic seconds.
     """
 
@@ -64,18 +67,18 @@ class MemoryHistory(Collector):
         self._add_event, self._errors, self._missing = add_event, errors, missing
         self._torch, self._clock = torch, clock
         self._ours = False
-        """We have turned the record on."""
+        """Whether we have turned the record on."""
         self._files = 0
         self._next = 0.0
         self._writing = threading.Lock()
 
     @classmethod
     def of_rank(cls, rank: Rank) -> MemoryHistory:
-        """Return that of a rank."""
+        """Make the history of a rank."""
         return cls(rank.settings.memory_history, rank.spool, rank.add_event, rank.errors, rank.missing)
 
     def collect(self, final: bool) -> list[Part]:
-        """Turn the record on once torch has initialized CUDA; there are no records of it."""
+        """Turn the record on once torch has initialized CUDA. Returns no records."""
         torch = self._torch() if self._wanted else None
         if torch is not None and torch.cuda.is_initialized():
             self._turn_on(torch)
@@ -86,7 +89,7 @@ class MemoryHistory(Collector):
         try:
             attach = torch._C._cuda_attach_out_of_memory_observer
             is_on = getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False)
-            if not is_on():  # by the script itself, as it wants it
+            if not is_on():  # otherwise the script has turned it on with its own options
                 torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES, stacks="python")
                 self._ours = True
             attach(lambda *_: self.write())
@@ -95,7 +98,7 @@ class MemoryHistory(Collector):
             self._missing[_MISSING] = error_text(error)[:200]
 
     def abandon(self, forked: bool) -> None:
-        """Turn the record off again, where it was ours."""
+        """Turn the record off if we turned it on."""
         self._files, self._wanted = MAX_FILES, False
         if self._ours and not forked:  # a child must not touch the device
             self._ours = False
@@ -103,7 +106,7 @@ class MemoryHistory(Collector):
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def write(self) -> None:
-        """Write the record into a file, on the thread whose memory has run out; never raises."""
+        """Write the record to a file, on the thread whose allocation failed. Never raises."""
         if not self._next or not self._writing.acquire(blocking=False):
             return
         try:
@@ -127,7 +130,10 @@ class MemoryHistory(Collector):
         self._add_event(Event(SNAPSHOT, time.time_ns(), message=f"torch's allocator: {text}", data=about))
 
     def _folder(self) -> Path:
-        """Return the folder below the session's, from where it gets into the bundle; else one that stays."""
+        """
+        Return a folder below the session's folder, from which the file gets into the bundle; otherwise a
+        folder that is not deleted.
+        """
         if self._spool is not None and (place := Path(self._spool, SNAPSHOTS)).is_dir():
             return place.resolve()
         here = Path.cwd()
@@ -135,15 +141,16 @@ class MemoryHistory(Collector):
 
 
 _SOURCES_EVERY = 30
-"""In so many rounds it is sent once where values come from, if that does not change."""
+"""The sources of values are sent once in this many rounds, unless they change."""
 
 
 class MemoryCollector(Collector):
     """
-    Of one process.
+    Collects the memory samples of one process.
 
     Args:
-        rank: has the step that has begun, and takes the sources of values and why some are not known.
+        rank: provides the current step, and receives the sources of values and the reasons for missing
+            values.
         sampler: takes the samples.
     """
 
@@ -153,13 +160,13 @@ class MemoryCollector(Collector):
         self._reasons: dict[str, str] = {}
 
     def collect(self, final: bool) -> list[MemorySample]:
-        """Return a sample of each device in use, or that of a process without."""
+        """Return a sample of each device in use, or one sample of a process without devices."""
         sampler, before = self._sampler, dict(self._sampler.sources)
         samples = sampler.sample(time.time_ns(), self._rank.recorder.open_stage().step)
         if sampler.sources != before or self._rounds % _SOURCES_EVERY == 0:
             self._rank.memory_from = dict(sampler.sources)
         self._rounds += 1
-        for name in self._reasons.keys() - sampler.missing.keys():  # it could be read again
+        for name in self._reasons.keys() - sampler.missing.keys():  # these values could be read again
             self._rank.missing.pop(name, None)
         self._reasons = sampler.missing
         self._rank.missing.update(sampler.missing)

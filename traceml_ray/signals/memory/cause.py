@@ -1,6 +1,6 @@
 """
-What causes a growth of memory: which rank's grew first, or that several grew at once; and hidden memory
-that stands with communication, communicator buffers above all.
+Finds the cause of memory growth: the rank whose memory grew first, or that several ranks grew at once. Also
+attributes hidden memory to communication, above all to communicator buffers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Grower:
     counter: Counter
     rise: Rise
     delta: float
-    """The largest growth of the rank in the incident."""
+    """Largest growth of the rank in the incident, in bytes."""
 
     @property
     def at_ns(self) -> int:
@@ -55,11 +55,14 @@ class _Grower:
 
     @property
     def is_proven(self) -> bool:
-        """Whether chance (a random walk) hardly grows so: it came at once, or goes on as leaks do."""
+        """
+        Return whether a random walk would hardly grow like this: the growth came at once, or continues as
+        leaks do.
+        """
         return self.rise.end == "step" or bool(self.place.growths)
 
     def error_ns(self, other: _Grower) -> int:
-        """Return how far the time between two onsets may be off: clocks, sampling, noise."""
+        """Return the error of the time between two onsets, in ns: from clocks, sampling and noise."""
         same = self.place.node == other.place.node != ""
         clocks = 0 if same else self.place.bound_ns + other.place.bound_ns
         sampling = max(self.place.interval_ns, other.place.interval_ns)
@@ -67,18 +70,18 @@ class _Grower:
 
     def testifies(self, first: _Grower) -> bool:
         """
-        Whether this rank says that `first` grew before it: one that grew from its own first sample on was
-        not seen to be flat before.
+        Return whether this rank shows that `first` grew before it. A rank that grew from its first sample on
+        was never seen flat, so it shows nothing.
         """
         return not self.rise.from_start or self.at_ns <= first.at_ns
 
     def follows(self, first: _Grower) -> bool:
-        """Whether this rank was flat when `first` began, and grew later by more than the error."""
+        """Return whether this rank was flat when `first` began, and grew later by more than the error."""
         return self.testifies(first) and self.at_ns - first.at_ns > first.error_ns(self)
 
 
 def incidents(all_of: Sequence[RankFindings]) -> list[Incident]:
-    """Return every growth of every rank, the earliest first."""
+    """Return all growth of all ranks, the earliest first."""
     grown = [
         Incident(
             rank=place.rank,
@@ -98,12 +101,15 @@ def first_cause(
     all_of: Sequence[RankFindings], expected: int | None, limits: MemoryLimits
 ) -> tuple[FirstCause | None, CollectiveOnset | None]:
     """
-    Return who grew first and who grew at once, each of the gravest incident of its kind: with the most severe
-    finding, then with the largest growth. Incidents of devices and of hosts are apart.
+    Return the rank that grew first, and the ranks that grew at once: each of the gravest incident of its
+    kind.
+
+    The gravest incident has the most severe finding, and among those the largest growth. Incidents of devices
+    and of hosts are separate.
 
     Args:
         all_of: the judgement of each place.
-        expected: how many ranks there are; None: those in `all_of`.
+        expected: number of ranks. None: the ranks in `all_of`.
         limits: the thresholds.
     """
     ranks = len({place.rank for place in all_of})
@@ -125,7 +131,8 @@ def first_cause(
                 continue
             growers = sorted([*growers, *later], key=lambda one: (one.at_ns, one.place.rank))
             if len(growers) == 1 and growers[0].rise.end == "over":
-                continue  # a cache that has filled, say: the incident is listed, and nothing goes on
+                # for example a cache that has filled: the incident is listed, but nothing continues to grow
+                continue
             cause = _cause(growers, set(alike), all_of, expected, limits)
             causes.append((_gravity(growers[:1]), cause))
     gravest = max(causes, key=lambda one: one[0], default=None)
@@ -137,9 +144,10 @@ def _small_growth(
     growers: Sequence[_Grower], places: Sequence[RankFindings], limits: MemoryLimits
 ) -> tuple[dict[int, _Grower | None], list[_Grower]]:
     """
-    Return the ranks whose growth does not count though it is not much less than that of the first: those that
-    cannot be told from the first by time, or began before it (None: when is not known), and those that began
-    later.
+    Return the ranks whose growth is below the threshold, but not much smaller than that of the first rank.
+
+    Returns two groups: ranks whose onset cannot be distinguished from the first one's, or is earlier (None:
+    onset not known), and ranks that began later.
     """
     first, counted = growers[0], {one.place.rank for one in growers}
     least = limits.near_growth * first.delta
@@ -158,14 +166,14 @@ def _small_growth(
 
 
 def _gravity(growers: Sequence[_Grower]) -> _Gravity:
-    """Return how grave it is that these grew: by the findings on their memory, then the growth, then time."""
+    """Return how grave this growth is: by the findings on the ranks' memory, then the size, then the time."""
     findings = [finding for one in growers for finding in one.place.findings]
     worst = max((_SEVERITIES.index(finding.severity) for finding in findings), default=-1)
     return worst, max(one.delta for one in growers), -growers[0].at_ns
 
 
 def _clusters(all_of: Sequence[RankFindings], limits: MemoryLimits) -> list[list[_Grower]]:
-    """Return the incidents of the run: of each, one growth of each rank, the earliest first."""
+    """Return the incidents of the run. Each contains one growth per rank, the earliest first."""
     grown = [_Grower(place, counter, rise, rise.delta) for place in all_of for counter, rise in place.rises]
     grown.sort(key=lambda one: (one.at_ns, one.place.rank, one.counter))
     clusters: list[list[_Grower]] = []
@@ -188,7 +196,7 @@ def _earliest_of_ranks(cluster: list[_Grower]) -> list[_Grower]:
 
 
 def _together(growers: list[_Grower]) -> list[_Grower]:
-    """Return those that cannot be told from the earliest, by the error of when both began."""
+    """Return the growths whose onset cannot be distinguished from the earliest, given the errors of both."""
     first = growers[0]
     together = [first]
     for one in growers[1:]:
@@ -252,7 +260,10 @@ def _cause(
 
 
 def _coverage_of_growth(all_of: Sequence[RankFindings], first: _Grower) -> int:
-    """Return how many ranks were observed, after their warm-up, when the first one began to grow."""
+    """
+    Return the number of ranks that were observed, after their warm-up, when the first one
+    began to grow.
+    """
     near = 2 * first.place.interval_ns + first.place.bound_ns
     return len(
         {
@@ -267,7 +278,10 @@ def _coverage_of_growth(all_of: Sequence[RankFindings], first: _Grower) -> int:
 def _confidence(
     first: _Grower, leads: float, witnessed: bool, coverage: float, limits: MemoryLimits
 ) -> Confidence:
-    """Return how sure it is; `leads` is the lead in error bounds, before others that grew, if `witnessed`."""
+    """
+    Return the confidence. `leads`: the lead in error bounds before other ranks that grew, if
+    `witnessed`.
+    """
     settled = first.place.certain or _flat_s(first) >= limits.settled_s
     if coverage < limits.low_coverage or leads < limits.low_lead or not settled:
         return "low"
@@ -282,7 +296,7 @@ def _confidence(
 
 
 def _flat_s(first: _Grower) -> float:
-    """Return for how long it had its own level before it grew."""
+    """Return how long the memory had held its level before it grew, in s."""
     return 0.0 if first.place.span is None else (first.at_ns - first.place.span[0]) / 1e9
 
 
@@ -317,23 +331,23 @@ _NORMAL = (
     "a smaller NCCL_BUFFSIZE, need less."
 )
 WORLD = "world"
-"""The process group of all ranks, which needs no name."""
+"""The process group of all ranks, which is not named in sentences."""
 _COMPARED = 8
-"""Spikes of a rank that are compared with those of others, at most."""
+"""Largest number of spikes of a rank that are compared with those of others."""
 _WIDER = 2
-"""With sensitivity `high`, times may be so many times as far apart."""
+"""With sensitivity `high`, times may differ by this factor more."""
 
 
 @dataclass(frozen=True)
 class Explained:
-    """A hidden change and what it stands with."""
+    """A hidden change with its explanation: what it coincides with."""
 
     process: str
     hidden: Hidden
     attribution: Attribution
 
     def finding(self) -> MemoryFinding:
-        """Return the finding with its explanation; buffers that are made once need no action."""
+        """Return the finding with its explanation. Buffers that are made once need no action."""
         finding = self.hidden.finding
         sure = self.attribution.kind != "collective_suspect"
         once = sure and finding.kind in ("step_change", "transient_spike")
@@ -360,22 +374,22 @@ class Explained:
 
 @dataclass(frozen=True)
 class _Use:
-    """A rank's use of one operation of one process group."""
+    """The use of one operation of one process group by a rank."""
 
     op: str
     group: str | None
     firsts: Int64
     """
-    Beginning of each time in which it was used (n,), in ns, ascending: one time of a whole run,
+    Beginning of each interval of use (n,), in ns, ascending: one interval for the whole run,
     or n marks.
     """
     lasts: Int64
-    """Latest end of these times so far (n,), in ns."""
+    """Latest end of these intervals so far (n,), in ns."""
     bytes: int | None
 
     @property
     def first_ns(self) -> int:
-        """Return when it was used for the first time."""
+        """Return the time of the first use, in ns."""
         return int(self.firsts[0])
 
     def overlaps(self, begins: Int64, ends: Int64) -> float:
@@ -385,7 +399,7 @@ class _Use:
 
 
 class _Changes:
-    """The hidden changes of one kind of all ranks: which ranks changed at the same time."""
+    """Hidden changes of one kind on all ranks. Finds the ranks that changed at the same time."""
 
     def __init__(self, hidden: Sequence[tuple[RankFindings, Hidden]], all_of: Sequence[RankFindings]) -> None:
         self._ranks = {rank: index for index, rank in enumerate({one.rank for one in all_of if one.has_gap})}
@@ -403,7 +417,10 @@ class _Changes:
         self._most = int(self._interval.max(initial=0) + self._bound.max(initial=0))
 
     def alike(self, one: RankFindings, change: Hidden, slack: int) -> _Alike:
-        """Return how many other ranks have a hidden gap, and how many of them changed alike at the time."""
+        """
+        Return how many other ranks have a hidden gap, and how many of them changed alike at
+        the same time.
+        """
         times = change.times[:: -(-len(change.times) // _COMPARED)]
         counts = np.zeros(len(self._ranks), np.int64)
         for begin, end in times:
@@ -415,7 +432,10 @@ class _Changes:
         return _Alike(len(self._ranks) - 1, int(np.count_nonzero(alike)))
 
     def _at(self, begin: int, end: int, one: RankFindings, slack: int) -> Int64:
-        """Return the ranks that changed between two times (ns), as far as clocks and samples can tell."""
+        """
+        Return the ranks that changed between two times (ns), within the precision of clocks
+        and samples.
+        """
         most = slack + self._most + one.bound_ns
         some = slice(*np.searchsorted(self._begin, (begin - self._longest - most, end + most + 1)))
         near = np.maximum(self._interval[some] - one.interval_ns, 0) + self._bound[some]
@@ -426,14 +446,14 @@ class _Changes:
 
 @dataclass(frozen=True)
 class _Alike:
-    """How many other ranks changed at the same time."""
+    """Number of other ranks that changed at the same time."""
 
     others: int
     same: int
 
     @property
     def synchrony(self) -> float | None:
-        """Return the share of the other ranks; None: there are none."""
+        """Return the share of the other ranks that changed. None if there are no other ranks."""
         return self.same / self.others if self.others else None
 
 
@@ -443,12 +463,12 @@ def explain(
     sensitivity: Sensitivity,
     limits: MemoryLimits,
 ) -> list[Explained]:
-    """Return the hidden changes that stand with collectives, as surely as `sensitivity` asks for."""
+    """Return the hidden changes that coincide with collectives, as certain as `sensitivity` requires."""
     hidden = [(place, change) for place in all_of for change in place.hidden]
     if not hidden:
         return []
     uses = _uses(collectives)
-    # A collective has peers: of a rank that marks none, the marks of the others count.
+    # A collective has peers: for a rank that marks none, the marks of the others count.
     unmarked = any(one.rank not in uses for one, _ in hidden)
     of_others = _marks_of_any(collectives) if unmarked else []
     kinds = {change.finding.kind for _, change in hidden}
@@ -470,7 +490,7 @@ def explain(
 
 
 def _uses(collectives: Sequence[Collective]) -> dict[int, list[_Use]]:
-    """Return what collective rank used, collective operation and group once, the first use first."""
+    """Return each use of a collective operation and group by a rank, the first use first."""
     by_key: dict[tuple[int, str, str | None], list[Collective]] = defaultdict(list)
     for collective in collectives:
         by_key[collective.rank, collective.op, collective.group].append(collective)
@@ -486,27 +506,33 @@ def _uses(collectives: Sequence[Collective]) -> dict[int, list[_Use]]:
 
 
 def _marks_of_any(collectives: Sequence[Collective]) -> list[_Use]:
-    """Return the collectives of all ranks as those of one, without those of groups: not all are in them."""
+    """
+    Return the collectives of all ranks as if one rank had used them, without collectives of groups: not all
+    ranks are in those.
+    """
     marks = [replace(mark, rank=0) for mark in collectives if mark.group is None]
     return _uses(marks).get(0, [])
 
 
 @dataclass(frozen=True)
 class _Evidence:
-    """The uses of collectives that a change of hidden memory stands with."""
+    """The uses of collectives that coincide with a change of hidden memory."""
 
     new: list[_Use]
-    """Used for the first time then."""
+    """Operations that were used for the first time at that moment."""
     marked: list[_Use]
-    """Used then, and else not for most of the time: both together are hardly chance."""
+    """
+    Operations used at that moment and not used for most of the time. Such a coincidence is unlikely to be
+    chance.
+    """
     active: list[_Use]
-    """Used then."""
+    """Operations used at that moment."""
     share: float
-    """Of the changes (a spike may come several times) that `marked` stands with."""
+    """Share of the changes (a spike may occur several times) that coincide with `marked`."""
 
     @property
     def best(self) -> _Use | None:
-        """Return the use that says most."""
+        """Return the most significant use."""
         return next(iter([*self.new, *self.marked, *self.active]), None)
 
 
@@ -528,7 +554,7 @@ def _evidence(
 
 
 def _coverage(one: RankFindings, change: Hidden, use: _Use) -> float:
-    """Return the share of the time in which a change would stand with a use by chance, 0..1."""
+    """Return the share of the time in which a change would coincide with a use by chance, 0..1."""
     if one.span is None or one.span[1] <= one.span[0]:
         return 1.0
     begin, end = change.times[0]
@@ -543,13 +569,13 @@ def _class(
     change: Hidden, evidence: _Evidence, together: bool, any_known: bool, limits: MemoryLimits
 ) -> AttributionKind | None:
     """
-    Return how surely a change is of collectives; None: not at all.
+    Return the certainty that a change is caused by collectives. None: no sign of it.
 
     Args:
-        change: of the hidden gap.
-        evidence: the collectives of its rank at the time.
-        together: enough other ranks changed alike at the time.
-        any_known: it is known when any rank was in which collectives.
+        change: a change of the hidden gap.
+        evidence: the collectives of its rank at that time.
+        together: whether enough other ranks changed alike at that time.
+        any_known: whether it is known when any rank was in which collectives.
         limits: the thresholds.
     """
     sure = _CLASSES[0] if together else _CLASSES[1]

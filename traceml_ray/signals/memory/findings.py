@@ -1,4 +1,4 @@
-"""What can be said of one rank process's memory by itself, without the other ranks."""
+"""Judges the memory of one rank process by itself, without the other ranks."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from traceml_ray.signals.memory.trend import Forecast, Ramp, forecast, free, ram
 
 _LOWER: dict[Confidence, Confidence] = {"high": "medium", "medium": "low", "low": "low"}
 _WARM_SHARE = 5
-"""Of the samples that a drift needs, one in so many may be of the warm-up."""
+"""One in this many of the samples that a drift needs may be from the warm-up."""
 _USS_LEAST = 2
 _OWN_SHARE = 0.3
-"""Growth of RSS of which less than this share is USS is of pages that are shared, or of files."""
+"""If less than this share of a growth of RSS is USS, the growth consists of shared pages or files."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +49,26 @@ class Hidden:
     finding: MemoryFinding
     times: tuple[tuple[int, int], ...]
     """
-    (begin, end) ns of each change: the last sample before it and the first sample after it. Spikes have
-    several; of a drift it is the whole time.
+    (begin, end) of each change in ns: the last sample before it and the first sample after it. A spike may
+    have several changes. For a drift it is the whole time.
     """
     delta: float
     noise: float
     warm: bool
-    """Only a collective makes a finding of it: it was in the warm-up, or there are few samples."""
+    """
+    Whether it becomes a finding only if a collective explains it: it occurred in the warm-up, or there are
+    few samples.
+    """
 
     @property
     def end_ns(self) -> int:
-        """Return when the first change was over."""
+        """Return the end of the first change, in ns."""
         return self.times[0][1]
 
 
 @dataclass(frozen=True)
 class RankFindings:
-    """The judgement of one place, and what the comparison with other ranks needs of it."""
+    """The judgement of one place, with everything that the comparison with other ranks needs."""
 
     rank: int
     node: str
@@ -73,33 +76,33 @@ class RankFindings:
     device: int | None
     bound_ns: int
     interval_ns: int
-    """Between samples, usually."""
+    """Usual time between samples, in ns."""
     span: tuple[int, int] | None
-    """The times of the first and last sample after warm-up."""
+    """Times of the first and the last sample after warm-up, in ns."""
     certain: bool
-    """The end of the warm-up is known."""
+    """Whether the end of the warm-up is known."""
     has_gap: bool
     peak: float | None
-    """Highest use after warm-up: of torch's allocator, or RSS."""
+    """Highest use after warm-up, in bytes: of torch's allocator, or RSS."""
     peak_share: float | None
-    """That over what there is."""
+    """`peak` as a share of the available memory."""
     total: float | None
-    """Bytes that the device has, or the host's limit."""
+    """Memory of the device, or limit of the host, in bytes."""
     row: RankMemory
     grown: dict[Counter, float] = field(default_factory=dict)
-    """By how much each counter has grown since its baseline, whether that counts or not."""
+    """Growth of each counter since its baseline, in bytes, whether it exceeds the threshold or not."""
     findings: list[MemoryFinding] = field(default_factory=list)
     rises: list[tuple[Counter, Rise]] = field(default_factory=list)
     small: dict[Counter, Rise] = field(default_factory=dict)
-    """Of counters without a rise that counts: the first that does not."""
+    """First growth below the threshold, of counters without growth above it."""
     hidden: list[Hidden] = field(default_factory=list)
     full: Full | None = None
     growths: list[Growth] = field(default_factory=list)
-    """Lasting growth, also where it is too small for a finding."""
+    """Lasting growth, including growth that is too small for a finding."""
 
     @property
     def spot(self) -> Spot:
-        """Return whose memory it is."""
+        """Return the place whose memory this is."""
         return Spot(self.rank, self.node, self.device)
 
 
@@ -110,7 +113,7 @@ def rank_findings(series: Series, limits: MemoryLimits) -> list[RankFindings]:
 
 
 class _Judging:
-    """Goes through the rules for one place."""
+    """Applies the rules to one place."""
 
     def __init__(self, place: Place, limits: MemoryLimits) -> None:
         self._place, self._limits = place, limits
@@ -120,7 +123,7 @@ class _Judging:
         self._forecasts: list[Forecast] = []
 
     def result(self) -> RankFindings:
-        """Return what all rules say."""
+        """Return the combined result of all rules."""
         place, limits = self._place, self._limits
         host = place.device is None
         main: Counter = "rss_bytes" if host else "allocated_bytes"
@@ -172,7 +175,10 @@ class _Judging:
     def _grows(
         self, kind: Kind, counter: Counter, track: Track, least: int, floor: bool = False
     ) -> Ramp | None:
-        """Keep a lasting growth of `least` samples; return it also where it is shorter, or of few steps."""
+        """
+        Record a lasting growth of at least `least` samples. A growth with fewer samples or few steps is
+        returned, too, but not recorded.
+        """
         place, limits = self._place, self._limits
         growing = ramp(track, limits, limits.creep_samples, floor)
         if growing is None or len(track) < least:
@@ -195,7 +201,10 @@ class _Judging:
         return growing
 
     def _name_growths(self) -> None:
-        """Note growth that is large enough. What a device has left is used up by all of it together."""
+        """
+        Make findings of growth that is large enough. All growth on a device together uses up what is left of
+        it.
+        """
         spot = Spot(self._place.rank, self._place.node, self._place.device)
         together = sum(growth.ramp.recent for growth in self._growths)
         for growth in self._growths:
@@ -212,7 +221,7 @@ class _Judging:
                 self._hidden.append(Hidden(finding, times, ramp_of.grown, 0.0, False))
 
     def _full(self) -> Full | None:
-        """Return how full memory is; when it will be is said once, by its growth."""
+        """Return how full memory is. The forecast is stated once, with the growth."""
         full = fullness(self._place, self._limits)
         slows = any(growth.ramp.bend == "slows" for growth in self._growths)
         if full is None or not (self._forecasts or slows):
@@ -220,7 +229,7 @@ class _Judging:
         return replace(full, full_s=min((left.s for left in self._forecasts), default=None))
 
     def _shifts(self, counter: Counter, track: Track, growing: Ramp | None) -> None:
-        """Note steps and spikes."""
+        """Record steps and spikes."""
         limits = self._limits
         held = shifts(track, limits, growing)
         hidden = counter == "gap_bytes"
@@ -306,7 +315,7 @@ class _Judging:
         self._add("fragmentation", split.severity, confidence, split.from_ns, split.to_ns, evidence, why)
 
     def _sure(self, confidence: Confidence) -> Confidence:
-        """Return less where the end of the warm-up is only guessed."""
+        """Return a lower confidence if the end of the warm-up is only estimated."""
         return confidence if self._place.settled is not None else _LOWER[confidence]
 
     def _add(
@@ -375,7 +384,7 @@ def _finding(
 
 
 def _sharing(place: Place, growing: Ramp) -> Sharing:
-    """Return whether growth of RSS is of the process's own pages, by the few samples of USS."""
+    """Return whether growth of RSS is of the process's own pages, from the few samples of USS."""
     track = place.track("uss_bytes")
     if track is None:
         return "unknown"
@@ -393,7 +402,7 @@ def _small(
     grown: dict[Counter, float],
     limits: MemoryLimits,
 ) -> dict[Counter, Rise]:
-    """Return when the counters that have grown by too little to count began to."""
+    """Return the onsets of counters whose growth is below the threshold."""
     counted = {counter for counter, _ in risen}
     small = {}
     for counter, track in counters:
@@ -423,7 +432,7 @@ def _median_growth(track: Track | None) -> float | None:
 
 
 def _rise(track: Track | None) -> float | None:
-    """Return how far the newest value is above the level before, that of the first half."""
+    """Return how far the newest value exceeds the level of the first half."""
     if track is None or len(track) < 2:
         return None
     x = track.after.x

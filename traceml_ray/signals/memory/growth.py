@@ -1,7 +1,6 @@
 """
-Growth of a rank above its own settled baseline, on the monotone envelope.
-
-A lasting growth of memory: how grave it is, and what a finding says of it.
+Detects growth of a rank above its own settled baseline, on the monotone envelope. Rates the severity of a
+lasting growth and makes its finding.
 """
 
 from __future__ import annotations
@@ -26,32 +25,32 @@ from traceml_ray.signals.memory.tracks import Track, hinge, lowered, noise, star
 from traceml_ray.signals.memory.trend import Forecast, Ramp
 
 _LEAST = 4
-"""Fewest samples."""
+"""Smallest number of samples."""
 _HELD = 3
-"""Samples at the end that must all be above."""
+"""Number of samples at the end that must all be above the threshold."""
 _LEVELS = 10
-"""A rise begins where a tenth of the threshold is reached."""
+"""A rise begins where growth reaches the threshold divided by this."""
 _FLAT_SHARE = 0.2
-"""Slow growth takes its time from level to level: a pause is at least this share of all the time."""
+"""A pause between levels of slow growth lasts at least this share of the whole time."""
 _SMALL = 0.25
-"""Growth from this share of the threshold on has a time at which it began, though it does not count."""
+"""From this share of the threshold on, growth below the threshold gets an onset time."""
 _NOISY = 3
-"""Where noise moves the beginning by more samples than that, a fit to all samples tells it better."""
+"""If noise shifts the onset by more samples than this, a fit to all samples is more precise."""
 _NEAR_TOP = 0.9
 _BENT = 0.7
-"""Growth is bent if its first half takes less than this share of the time that its second half takes."""
+"""Growth is bent if its first half takes less than this share of the time of its second half."""
 _BENT_ERROR = 0.25
-"""Error of the beginning of bent growth, as a share of the time of its first half."""
+"""Error of the onset of bent growth, as a share of the time of its first half."""
 _MARGIN = 0.1
-"""A rise takes the time from this share of it to the same share below its top."""
+"""The time of a rise is measured from this share of it to the same share below its top."""
 _LATE = 0.25
-"""Last part of a rise, as a share of its time. Its slope shows how the rise ends."""
+"""Last part of a rise, as a share of its time. The slope of this part shows how the rise ends."""
 _LATE_SAMPLES = 8
-"""Least number of samples in that last part."""
+"""Smallest number of samples in that last part."""
 _OVER, _SLOWING = 0.16, 0.65
 """
-Slope of the last part over that of the whole: up to the first value the rise is over, up to the second it
-slows down (a root has 0.54).
+Slope of the last part divided by the slope of the whole. Up to the first value the rise is over; up to the
+second it slows down (a square root has 0.54).
 """
 End = Literal["step", "grows", "slows", "over"]
 
@@ -61,32 +60,34 @@ class Rise:
     """One growth of one counter."""
 
     at_ns: int
-    """Time at which it began, in ns."""
+    """Onset of the growth, in ns."""
     spread_ns: int
-    """Error of `at_ns` in ns, from noise over slope."""
+    """Error of `at_ns` in ns: noise divided by slope."""
     delta: float
-    """Size of the rise, in bytes."""
+    """Size of the growth, in bytes."""
     threshold: float
-    """Size from which on it counts, in bytes."""
+    """Size from which on growth is reported, in bytes."""
     from_start: bool
-    """Whether it grew from its first settled sample on. Then its beginning is not known."""
+    """Whether it grew from its first settled sample on. Then its onset is not known."""
     step: int | None
     end: End = "grows"
-    """How it ends: it came at once, still grows, grows more slowly than before, or is over."""
+    """How it ends: it came at once, still grows, slows down, or is over."""
 
 
 @dataclass(frozen=True)
 class _Envelope:
     """
-    Growth of blocks of samples: how far both the lowest value from here on and the highest up to here are
-    above the baseline's. A spike moves only the highest, a tooth of a saw in progress only the lowest.
+    Growth of blocks of samples above the baseline: bounded by the lowest later value and the highest earlier
+    value.
+
+    A spike affects only the highest value. The current tooth of a sawtooth affects only the lowest value.
     """
 
     first: int
-    """Sample that the first block begins with."""
+    """First sample of the first block."""
     size: int
     growth: Float
-    """(blocks,), never falls."""
+    """(blocks,), monotonically increasing."""
     low: float
     """Lowest value of the baseline."""
     threshold: float
@@ -95,12 +96,12 @@ class _Envelope:
 
 def rises(track: Track, limits: MemoryLimits, small: bool = False) -> list[Rise]:
     """
-    Return every growth of a counter after warm-up that it has kept, the earliest first.
+    Return all lasting growth of a counter after warm-up, the earliest first.
 
     Args:
         track: the counter.
         limits: the thresholds.
-        small: also growth that does not count, beyond its noise.
+        small: also return growth below the threshold but above its noise.
     """
     after = track.after
     if len(after.x) < _LEAST:
@@ -124,13 +125,19 @@ def rises(track: Track, limits: MemoryLimits, small: bool = False) -> list[Rise]
 
 
 def least_growth(track: Track, limits: MemoryLimits, small: bool = False) -> float:
-    """Return from how many bytes on growth counts, but for noise; with `small`, from when on it is dated."""
+    """
+    Return the smallest growth that is reported, in bytes, without regard to noise. With `small`, the smallest
+    growth that gets an onset time.
+    """
     share = _SMALL if small else 1.0
     return share * max(limits.min_growth_bytes, limits.growth_of_peak * float(track.after.x.max(initial=0.0)))
 
 
 def floor_growth(track: Track) -> float | None:
-    """Return by how much the lowest values have grown since the baseline; None: too few samples."""
+    """
+    Return the growth of the lowest values since the baseline, in bytes. None if there are too
+    few samples.
+    """
     x = track.after.x
     if len(x) < _LEAST:
         return None
@@ -139,14 +146,17 @@ def floor_growth(track: Track) -> float | None:
 
 
 def _size(track: Track) -> int:
-    """Return the samples to a block: a longer step needs more, so that each block has seen all of one."""
+    """
+    Return the number of samples per block. Longer steps need more samples, so that each block covers a whole
+    step.
+    """
     n = len(track.x)
     size = max(1, int(n**0.5 / 2), int(np.ceil(1.5 * track.per_step)) if track.per_step > 1 else 1)
     return max(1, min(size, n // 6))
 
 
 def _envelope(track: Track, limits: MemoryLimits, least: float) -> _Envelope | None:
-    """Return the envelope, None where nothing has grown by `least` bytes beyond its noise, and stayed."""
+    """Return the envelope. None if nothing has grown by `least` bytes above its noise and stayed there."""
     x, size = track.x, _size(track)
     blocks = starts(len(x), size)
     low, high = np.minimum.reduceat(x, blocks), np.maximum.reduceat(x, blocks)
@@ -165,7 +175,10 @@ def _envelope(track: Track, limits: MemoryLimits, least: float) -> _Envelope | N
 
 
 def _rise(track: Track, envelope: _Envelope, lowest: Float, base: float, top: float) -> Rise:
-    """Return when a rise from `base` to `top` (growth, bytes) began: a line through it, down to its base."""
+    """
+    Return the onset of a rise from `base` to `top` (growth, bytes): a line through the rise, extended down to
+    its base.
+    """
     delta = top - base
     noisy = 3 * max(envelope.noise, noise(track.x))
     mark = base + max(envelope.threshold / _LEVELS, min(noisy, delta / 3))
@@ -178,14 +191,15 @@ def _rise(track: Track, envelope: _Envelope, lowest: Float, base: float, top: fl
     begun_s = float(track.s[begun])
 
     def along(high: float) -> tuple[float, float]:
-        """Return when a line from `mark` to `high` left the base, and the error by noise, in seconds."""
+        """Return when a line from `mark` to `high` left the base, and the error from noise, in seconds."""
         across_s = float(track.s[reached(high)]) - begun_s
         slope = (high - mark) / across_s if across_s > 0 else float("inf")
         return begun_s - (mark - base) / slope, min(noisy / slope, across_s)
 
     half = max(mark, base + delta / 2)
     (wide_s, spread_s), (near_s, _) = along(half), along((mark + half) / 2)
-    # Where growth is bent, the line through its beginning is nearer; how far both are apart is an error.
+    # If growth is bent, a line through its beginning is closer; the difference between both lines is an
+    # error.
     bent_s = max(near_s - wide_s, 0.0)
     began_s = max(wide_s + bent_s, float(track.s[envelope.first]))
     if spread_s > _NOISY * track.interval_s:
@@ -198,7 +212,7 @@ def _rise(track: Track, envelope: _Envelope, lowest: Float, base: float, top: fl
         later_s = float(track.s[reached(base + _NEAR_TOP * delta)] - track.s[halfway])
         if early_s < _BENT * later_s / (
             2 * _NEAR_TOP - 1
-        ):  # it is bent: a line through its beginning comes too early
+        ):  # the growth is bent: a line through its beginning would come too early
             error_s += _BENT_ERROR * early_s
         if error_s < spread_s:
             began_s, spread_s = fitted_s, error_s
@@ -214,19 +228,20 @@ def _rise(track: Track, envelope: _Envelope, lowest: Float, base: float, top: fl
 
 
 def _end(track: Track, began_s: float, level: float, delta: float, lowest: Float) -> End:
-    """Return how a rise by `delta` from `level` on goes on; `lowest` is the lowest value from a sample on."""
+    """Return how a rise by `delta` above `level` ends. `lowest` is the lowest value from each sample on."""
     shares = np.linspace(_MARGIN, 1 - _MARGIN, _LEVELS - 1)
     last = len(lowest) - 1
     reached = np.minimum(np.searchsorted(lowest, level + shares * delta), last)
     if reached[-1] - reached[0] <= _HELD:
         return "step"
     flat_s = float(track.s[last] - track.s[reached[-1]])
-    pause_s = float(np.diff(track.s[reached]).max())  # of stairs the last one may be no end
+    # with stair-like growth the last pause may not be the end
+    pause_s = float(np.diff(track.s[reached]).max())
     begun, late = (
         int(np.searchsorted(track.s, track.s[-1] - part * (float(track.s[-1]) - began_s)))
         for part in (1, _LATE)
     )
-    held = last - _HELD  # what comes after may be given back
+    held = last - _HELD  # memory above this level may still be released
     goes_on = float(lowest[held]) > level + (1 + _MARGIN) * delta
     if goes_on or held - late < _LATE_SAMPLES - _HELD:
         return "grows"
@@ -245,7 +260,7 @@ _MOST_OVER = 99.0
 
 @dataclass(frozen=True)
 class Spot:
-    """Whose memory it is: that of a rank process on a device, or (None) on its host."""
+    """The place whose memory this is: a rank process on a device, or (None) on its host."""
 
     rank: int
     node: str
@@ -254,36 +269,39 @@ class Spot:
 
 @dataclass(frozen=True)
 class Growth:
-    """The lasting growth of one counter, also where it is too small for a finding."""
+    """The lasting growth of one counter, including growth that is too small for a finding."""
 
     kind: Kind
     counter: Counter
     ramp: Ramp
     confidence: Confidence
     sharing: Sharing
-    """Of RSS: whether the process's own pages grow."""
+    """For RSS: whether the process's own pages grow."""
     left: float | None
-    """Free bytes of the device or the host; None: not known."""
+    """Free bytes of the device or the host. None: not known."""
     slope_of_all: float
-    """Bytes a second by which all that is used of the device or the host grows; 0: not sure."""
+    """Growth of all used memory of the device or the host, in bytes per second. 0: not certain."""
     upper_bound: bool
-    """What is left is an upper bound: the driver was not asked."""
+    """Whether `left` is an upper bound, because the driver was not asked."""
     gap_from: str | None = None
-    """Of a gap: the counter that it is measured from."""
+    """For a gap: the counter from which it is computed."""
 
 
 @dataclass(frozen=True)
 class HostGrowth:
-    """The growth of a whole host, of which several ranks have a share."""
+    """Growth of a whole host, to which several ranks contribute."""
 
     ranks: int
-    """That grow."""
+    """Number of ranks that grow."""
     slope: float
-    """Bytes a second, of all of its processes."""
+    """Growth of all its processes, in bytes per second."""
 
 
 def is_large(growth: Growth, left: Forecast | None, limits: MemoryLimits) -> bool:
-    """Whether growth is worth a finding: by its size; less is enough where memory is full within a day."""
+    """
+    Return whether growth is large enough for a finding. A smaller growth suffices if memory is full within a
+    day.
+    """
     ramp = growth.ramp
     sure = left is not None and not left.earliest and ramp.samples >= limits.drift_samples
     soon = sure and left is not None and left.s <= limits.forecast_s
@@ -291,7 +309,10 @@ def is_large(growth: Growth, left: Forecast | None, limits: MemoryLimits) -> boo
 
 
 def severity_of(growth: Growth, left: Forecast | None, limits: MemoryLimits) -> Severity:
-    """Return how grave growth is: by when memory is full, and a degree less where that is not sure."""
+    """
+    Return the severity of growth, from when memory is full. It is one level lower if that is
+    not certain.
+    """
     if growth.sharing == "shared":
         return "info"
     severity = _by_time(growth.ramp, left, growth.confidence, limits)
@@ -309,11 +330,12 @@ def finding_of(
     Return the finding about a growth.
 
     Args:
-        spot: whose memory it is.
-        growth: of one of its counters.
-        left: when memory is full.
-        severity: how grave that is.
-        host: the growth of its whole host, which `left` goes by; None: of its own memory only.
+        spot: the place whose memory it is.
+        growth: the growth of one of its counters.
+        left: forecast of when memory is full.
+        severity: its severity.
+        host: growth of the whole host, on which `left` is based. None: `left` is based on the rank's own
+            memory.
     """
     ramp = growth.ramp
     why = sentences.growing(spot.rank, spot.node, spot.device, growth.counter, ramp)

@@ -1,7 +1,7 @@
 """
 The memory analysis over all ranks of a run.
 
-When the memory of a host is full: by all of its ranks together, not by the slope of one.
+The forecast for a host is based on all of its ranks together, not on the slope of one.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from traceml_ray.signals.memory.trend import Forecast, forecast
 
 def with_hosts(judged: Sequence[RankFindings], limits: MemoryLimits) -> list[RankFindings]:
     """
-    Return the judgements of the ranks; where several ranks of one host grow, forecast and severity are those
-    of the host.
+    Return the judgements of the ranks. If several ranks of one host grow, their forecast and severity are
+    those of the host.
     """
     hosts: dict[tuple[str, int], list[int]] = defaultdict(list)
     for index, one in enumerate(judged):
@@ -54,7 +54,7 @@ def with_hosts(judged: Sequence[RankFindings], limits: MemoryLimits) -> list[Ran
 
 
 def _running(ranks: list[RankFindings], limits: MemoryLimits) -> list[RankFindings]:
-    """Return the processes that still run: one that has ended takes no more memory."""
+    """Return the processes that still run. A process that has ended uses no more memory."""
     ends = [one.span[1] for one in ranks if one.span is not None]
     newest = max(ends, default=0)
 
@@ -93,7 +93,7 @@ def _member(
     steepest: float,
     limits: MemoryLimits,
 ) -> RankFindings:
-    """Return a rank that has a share of the growth of its host, with what is left of the host's memory."""
+    """Return a rank that contributes to the growth of its host, with what is left of the host's memory."""
     findings = [finding for finding in one.findings if finding.kind != "creep"]
     soonest: Forecast | None = None
     for growth in one.growths:
@@ -113,7 +113,10 @@ def _member(
 
 
 def _severity(growth: Growth, until: Forecast | None, steepest: float, limits: MemoryLimits) -> Severity:
-    """Return the severity by the host's forecast; of a rank with a small share of the growth, by its own."""
+    """
+    Return the severity by the host's forecast. A rank with a small share of the growth is judged by its own
+    forecast.
+    """
     if growth.ramp.recent < limits.host_share * steepest:
         until = forecast(growth.ramp, growth.left, growth.ramp.recent)
     return severity_of(growth, until, limits)
@@ -127,9 +130,9 @@ _ORDER: dict[Severity, int] = {"critical": 0, "warning": 1, "info": 2}
 _Found = tuple[str, MemoryFinding]
 """A finding, and the process that it is about."""
 _ALIKE_RANKS = 3
-"""With fewer, growing alike says nothing."""
+"""With fewer ranks than this, growing alike is not significant."""
 _HOST = -1
-"""Sorts the host's memory before that of devices."""
+"""Sort key of the host's memory: before devices."""
 
 
 def judge(
@@ -140,13 +143,13 @@ def judge(
     limits: MemoryLimits = MEMORY,
 ) -> Memory:
     """
-    Return what can be said about the memory of a run. Never raises on any values in the arrays.
+    Return the judgement of the memory of a run. Never raises, whatever values the arrays hold.
 
     Args:
         series: one per rank process and device, in any order.
         collectives: when ranks were in which collectives.
-        expected: how many ranks the run has; None: not known, then none is missing.
-        sensitivity: how weak the evidence may be by which hidden memory is put down to collectives.
+        expected: number of ranks of the run. None: not known; then no rank is reported missing.
+        sensitivity: how weak the evidence may be for attributing hidden memory to collectives.
         limits: the thresholds.
     """
     judged = [place for one in series for place in rank_findings(one, limits)]
@@ -160,7 +163,7 @@ def compare(
     sensitivity: Sensitivity = "medium",
     limits: MemoryLimits = MEMORY,
 ) -> Memory:
-    """Return the same from the judgements of the ranks by themselves; arguments as of `judge`."""
+    """Return the same as `judge`, from the separate judgements of the ranks. Arguments as of `judge`."""
     judged = with_hosts(_in_order(judged), limits)
     explained = explain(judged, collectives, sensitivity, limits)
     reassigned = {id(one.hidden.finding): (one.process, one.finding()) for one in explained}
@@ -169,7 +172,7 @@ def compare(
         for place in judged
         for finding in place.findings
     ]
-    findings += reassigned.values()  # of the warm-up
+    findings += reassigned.values()  # findings from the warm-up
     findings = _alike(findings, judged, limits)
     findings += _nearly_full(judged) + _imbalances(judged, limits)
     findings.sort(key=lambda entry: order_of(entry[1]))
@@ -190,8 +193,8 @@ def judge_recordings(
     merged: MergedRecordings, chosen: RankFilter, sensitivity: Sensitivity = "medium"
 ) -> Memory:
     """
-    Return what is to be said of the ranks chosen. Those without wall-clock times are judged one by one: none
-    of them is named before others.
+    Return the judgement of the chosen ranks. Ranks without wall-clock times are judged one by one, so none of
+    them is named as earlier than others.
     """
     expected = {rank for rank in range(merged.world_size or 0) if rank in chosen}
     timed = [series for series in merged.timed if series.rank in chosen]
@@ -206,13 +209,16 @@ def judge_recordings(
 
 
 def _used_by(series: Sequence[Series], merged: MergedRecordings) -> list[Collective]:
-    """Return the collectives of the ranks of some series: those of others may be on another clock."""
+    """
+    Return the collectives of the ranks of some series. Collectives of other ranks may be on
+    another clock.
+    """
     ranks = {one_series.rank for one_series in series}
     return [use for use in merged.collectives if use.rank in ranks]
 
 
 def _together(parts: Sequence[Memory]) -> Memory:
-    """Return what was found on clocks of their own as one."""
+    """Return judgements from separate clocks as one."""
     grew = [part for part in parts if part.first_cause or part.collective_onset]
     only = grew[0] if len(grew) == 1 else Memory()
     return Memory(
@@ -234,7 +240,10 @@ def _together(parts: Sequence[Memory]) -> Memory:
 
 
 def _in_order(judged: Sequence[RankFindings]) -> list[RankFindings]:
-    """Return them by rank, device and time; a process with several devices has its host in each: once."""
+    """
+    Return the judgements by rank, device and time. The host of a process with several devices, which each
+    device's series contains, is included once.
+    """
     judged = sorted(
         judged,
         key=lambda place: (
@@ -250,7 +259,10 @@ def _in_order(judged: Sequence[RankFindings]) -> list[RankFindings]:
 
 
 def order_of(finding: MemoryFinding) -> tuple[int, float, int, int, int, str]:
-    """Sort key: the most severe first, then what fills memory soonest, then the earliest."""
+    """
+    Sort key: the most severe first, then the earliest forecast of full memory, then the
+    earliest finding.
+    """
     until = finding.evidence.get("forecast_s", finding.evidence.get("full_s"))
     full_s = until if isinstance(until, float) else float("inf")
     order = _ORDER[finding.severity]
@@ -262,7 +274,7 @@ def _device(device: int | None) -> int:
 
 
 def _table(judged: Sequence[RankFindings], findings: list[_Found]) -> list[RankMemory]:
-    """Return the lines of the table, each with the most severe finding of its rank and device."""
+    """Return the rows of the table, each with the most severe finding of its rank and device."""
     worst: dict[tuple[str, int, int | None], MemoryFinding] = {}
     for process, finding in findings:
         worst.setdefault((process, finding.rank, finding.device), finding)
@@ -276,7 +288,7 @@ def _table(judged: Sequence[RankFindings], findings: list[_Found]) -> list[RankM
 
 
 def _alike(findings: list[_Found], judged: Sequence[RankFindings], limits: MemoryLimits) -> list[_Found]:
-    """Return the findings; warnings of a creep that all ranks share, each about as fast, are information."""
+    """Return the findings. Warnings of a creep that all ranks share at similar speed become information."""
     less: dict[int, MemoryFinding] = {}
     for host in (False, True):
         ranks = {place.rank for place in judged if (place.device is None) == host and place.span is not None}
@@ -297,7 +309,10 @@ def _alike(findings: list[_Found], judged: Sequence[RankFindings], limits: Memor
 
 
 def _nearly_full(judged: Sequence[RankFindings]) -> list[_Found]:
-    """Return which devices are nearly full, and which hosts: of a host, by the rank that holds most."""
+    """
+    Return findings about devices and hosts that are nearly full. For a host, the rank that uses most is
+    named.
+    """
     full = [place for place in judged if place.full is not None]
     hosts: dict[tuple[str, int], list[RankFindings]] = defaultdict(list)
     for place in full:
@@ -334,7 +349,7 @@ def _full(place: RankFindings) -> MemoryFinding:
 
 
 def _imbalances(judged: Sequence[RankFindings], limits: MemoryLimits) -> list[_Found]:
-    """Return the ranks that need more than the others, each by its newest process."""
+    """Return findings about ranks that need more memory than the others, each from its newest process."""
     newest: dict[tuple[bool, int, int], RankFindings] = {}
     for place in judged:
         if place.peak is not None and place.span is not None:

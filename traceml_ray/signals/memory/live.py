@@ -1,9 +1,9 @@
 """
-Judges the memory of the ranks of live runs, a few ranks at a time, from the newest samples of each.
+Judges the memory of the ranks of live runs: a few ranks at a time, from the newest samples of each.
 
-A finding becomes an event once, when it has been found twice in a row. Growth has to be found for some time
-as well (a run is looked at many times, and noise looks like growth now and then), or be so even that noise
-does not look like it.
+A finding becomes an event once, after it has been found twice in a row. Growth must also have been found for
+some time, because a run is judged many times and noise sometimes looks like growth. Growth that is too even
+to be noise becomes an event immediately.
 """
 
 from __future__ import annotations
@@ -45,23 +45,26 @@ from traceml_ray.wire import messages as wire
 
 KIND = "memory"
 _Key = tuple[Value, ...]
-"""The kind, the rank, and what else tells findings apart."""
+"""Kind, rank, and whatever else distinguishes findings."""
 _EACH = 8
-"""More ranks that have the same are one event."""
+"""If more ranks than this have the same finding, it becomes one event."""
 _ORDER = ("info", "warning", "critical")
 
 
 class MemoryEvents:
-    """Of one run."""
+    """The memory events of one run."""
 
     def __init__(self) -> None:
         self._seen: dict[_Key, int] = {}
-        """In the round before, and until when memory was known when that was first seen without a break."""
+        """
+        Findings of the round before: for each, the time up to which memory was known when it was first found
+        without interruption.
+        """
         self._reported: dict[_Key, int] = {}
         """Severity of each reported finding."""
 
     def resume(self, data: Mapping[str, codec.Value]) -> None:
-        """Take the data of an event of this run that is stored: it is not sent again."""
+        """Load the data of a stored event of this run: the event is not sent again."""
         rank, severity = data.get("rank"), str(data.get("severity"))
         if data.get("finding") == "first_cause":
             self._reported["first_cause", rank] = 1
@@ -89,7 +92,7 @@ class MemoryEvents:
         return events
 
     def lasting(self, memory: Memory) -> Memory:
-        """Return what was found without growth that may be noise: of which there is no event, yet."""
+        """Return the result without growth that may be noise, that is, growth without an event so far."""
         kept = [
             finding
             for finding in memory.findings
@@ -107,7 +110,7 @@ class MemoryEvents:
         return finding.to_ns - self._seen[key] >= MEMORY.held * lasted
 
     def _is_warned(self, rank: int) -> bool:
-        """Whether there has been an event about the memory of a rank."""
+        """Return whether there has been an event about the memory of a rank."""
         return any(key[1] == rank for key in self._reported)
 
 
@@ -163,31 +166,37 @@ FIELDS = (
     *("allocated_bytes", "reserved_bytes", "inactive_split_bytes", "peak_bytes", "retries", "process_bytes"),
     *("device_used_bytes", "device_total_bytes", "rss_bytes", "uss_bytes", "limit_bytes", "limit_used_bytes"),
 )
-"""What is judged of a sample."""
+"""Fields of a sample that are judged."""
 SIZE = 512
-"""Samples of one place, at most: the newest half as they came, the others evenly over the time before."""
+"""
+Largest number of samples per place: the newest half as received, the others evenly spread over the time
+before.
+"""
 _FIRST_SIZE = 32
 _RARE = "uss_bytes"
-"""Not in every sample: the newest of those that go stays with the one before them."""
+"""Not in every sample. When samples are dropped, the newest value is kept with the sample before them."""
 _PEAK = "peak_bytes"
-"""The most since the sample before: of those that go, the highest stays with the one before them."""
+"""
+Largest value since the sample before. When samples are dropped, the largest value is kept with the sample
+before them.
+"""
 
 
 class SampleBuffer:
     """
     Samples of one rank process on one device, in order of time.
 
-    When there is no room, of what is older than the newest half only each `every`-th that came is kept; when
-    that takes more than a quarter, `every` doubles.
+    If there is no room, only each `every`-th sample of those older than the newest half is kept. If these
+    take more than a quarter, `every` doubles.
     """
 
     def __init__(self, size: int = SIZE) -> None:
         self.taken = 0
-        """Samples that have come."""
+        """Number of samples received."""
         self._size = size
         self._every = 1
         self._old = self._n = 0
-        """Of `n` samples the first `old` are thinned."""
+        """Of `n` samples the first `old` are thinned out."""
         self._number: Int64 = np.empty(_FIRST_SIZE, np.int64)
         self._t_ns: Int64 = np.empty(_FIRST_SIZE, np.int64)
         self._step: Int64 = np.empty(_FIRST_SIZE, np.int64)
@@ -197,7 +206,7 @@ class SampleBuffer:
     def from_arrays(
         cls, t_ns: Int64, step: Int64, columns: Mapping[str, Float], size: int = SIZE
     ) -> SampleBuffer:
-        """Return what would be kept of samples that have come, but for the peaks of those that are not."""
+        """Return the buffer that results from these samples, except for the peaks of dropped samples."""
         kept, n = cls(size), len(t_ns)
         if not n:
             return kept
@@ -232,7 +241,7 @@ class SampleBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Return how much room the samples take."""
+        """Return the size of the samples in bytes."""
         return sum(
             column.nbytes for column in (self._number, self._t_ns, self._step, *self._columns.values())
         )
@@ -258,7 +267,7 @@ class SampleBuffer:
         self._old = self._thin(self._old, self._n - self._size // 2)
 
     def _thin(self, first: int, end: int) -> int:
-        """Keep those samples from `first` to `end` whose turn it is; return where they end."""
+        """Keep those samples from `first` to `end` that thinning selects. Return their new end."""
         kept = first + np.flatnonzero(self._number[first:end] % self._every == 0)
         done, rest = first + len(kept), self._n - end
         columns: dict[str, Any] = {"number": self._number, "t_ns": self._t_ns, "step": self._step}
@@ -285,17 +294,17 @@ def _newest(values: Float) -> float:
 
 
 SHARE = 0.035
-"""Largest share of a core that judging memory may take."""
+"""Largest share of a CPU core for judging memory."""
 SLICE_S = 0.05
-"""CPU time of one round of judging, in s; a slow last rank may exceed it."""
+"""CPU time of one round of judging, in s. The last rank of a round may exceed it."""
 MAX_PLACES = 8192
-"""Rank processes and devices whose samples are kept; beyond, those that came first go."""
+"""Largest number of rank processes and devices whose samples are kept. Beyond it the oldest are dropped."""
 MAX_RESUMED = 200_000
 """Largest number of memory samples of a run that are read after a restart."""
 MAX_FRESH = 32
 """Up to this many ranks with new samples, a question is answered by judging them immediately."""
 Place = tuple[int, int | None]
-"""Id of a rank process, and its device."""
+"""(id of a rank process, its device)."""
 
 
 @dataclass
@@ -324,12 +333,12 @@ class _Run:
 
 class LiveMemory:
     """
-    See `LiveSignal`: `add` and `add_span` are called with the writer's lock, all else by any thread.
+    See `LiveSignal`: `add` and `add_span` are called with the writer's lock. Any thread may call the rest.
 
     Args:
-        lock: the writer's.
+        lock: the writer's lock.
         clock: monotonic seconds.
-        busy: CPU seconds of the thread that judges.
+        busy: returns the CPU seconds of the judging thread.
     """
 
     name = "memory"
@@ -352,7 +361,7 @@ class LiveMemory:
         self._due = 0.0
 
     def add(self, process: int, sample: MemorySample) -> None:
-        """Take a sample of a rank process."""
+        """Add a sample of a rank process."""
         place = process, sample.device
         kept = self._kept.get(place)
         if kept is None:
@@ -365,7 +374,7 @@ class LiveMemory:
     def resume(
         self, run: str, file: SessionFile, processes: Collection[int], events: Iterable[EventRow]
     ) -> None:
-        """Take the stored samples of a run, before any other, and which findings were events."""
+        """Load the stored samples of a run, before any other, and the findings that were events."""
         reported = self._events.setdefault(run, MemoryEvents())
         for event in events:
             if event.kind == KIND:
@@ -377,7 +386,7 @@ class LiveMemory:
                 self._of_process.setdefault(columns.process, []).append(place)
 
     def add_span(self, process: int, span: wire.SpanSum) -> None:
-        """Take a span of a rank process whose samples are kept, if it is a collective."""
+        """Add a span of a rank process whose samples are kept, if the span is a collective."""
         if process not in self._of_process or not is_collective(span.name):
             return
         known = self._spans.setdefault(process, {})
@@ -392,15 +401,15 @@ class LiveMemory:
 
     @property
     def nbytes(self) -> int:
-        """Return how much room the samples take."""
+        """Return the size of the samples in bytes."""
         return sum(kept.nbytes for kept in self._kept.values())
 
     def judge(self, runs: Mapping[str, Ranks]) -> list[str]:
         """
-        Judge as many ranks as there is time for; return the runs of which all have been judged again.
+        Judge as many ranks as time allows. Return the runs whose ranks have all been judged again.
 
         Args:
-            runs: those that are live; all others are forgotten.
+            runs: the live runs. All others are forgotten.
         """
         with self._lock:
             self._keep(runs)
@@ -422,23 +431,23 @@ class LiveMemory:
             return finished
 
     def events(self, run: str, now_ns: int) -> list[tuple[int, wire.Event]]:
-        """Return the events of what was found last in a run, each with its rank."""
+        """Return the events of the last result for a run, each with its rank."""
         memory = self.latest(run)
         return self._events.setdefault(run, MemoryEvents()).of(memory, now_ns) if memory is not None else []
 
     def latest(self, run: str) -> Memory | None:
-        """Return what was found last; None before the first time."""
+        """Return the last result. None before the first one."""
         state = self._runs.get(run)
         return state.memory if state is not None else None
 
     def worst(self, run: str) -> Memory | None:
-        """Return the most severe finding that lasts, alone; None where there is none."""
+        """Return only the most severe lasting finding. None if there is none."""
         memory, events = self.latest(run), self._events.get(run)
         findings = events.lasting(memory).findings[:1] if memory is not None and events is not None else []
         return Memory(findings=findings) if findings else None
 
     def fresh(self, run: str, ranks: Ranks) -> Memory | None:
-        """Return what is found now, where few ranks have new samples; else as `latest`."""
+        """Return the current result if few ranks have new samples; otherwise the same as `latest`."""
         with self._lock:
             state = self._runs.setdefault(run, _Run())
             changed = self._changed(state, ranks)
@@ -456,7 +465,10 @@ class LiveMemory:
             del self._events[run]
 
     def _collectives(self, ranks: Ranks) -> list[Collective]:
-        """Return which collectives the ranks were in, and when, as far as samples tell when steps were."""
+        """
+        Return which collectives the ranks were in, and when. Times are estimated from the steps of the
+        samples.
+        """
         collectives = []
         for process, rank_process in ranks.processes.items():
             with self._writers:
@@ -479,7 +491,7 @@ class LiveMemory:
             self._kept.pop(place, None)
 
     def _changed(self, state: _Run, ranks: Ranks) -> list[Place]:
-        """Return the places of a run that have samples which were not judged."""
+        """Return the places of a run with samples that have not been judged."""
         with self._writers:
             places = [place for process in ranks.processes for place in self._of_process.get(process, ())]
             return [place for place in places if self._kept[place].taken != state.n_judged.get(place)]

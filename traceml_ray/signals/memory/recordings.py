@@ -1,9 +1,12 @@
 """
-Memory that was recorded, whoever did it: what one file holds of one rank process and device, and how a file
-is refused; series made of recordings: of one run, each process once, on one axis of time where there is one.
+Recorded memory from any source. A `Recording` holds the samples of one rank process and device from one file.
 
-Ranks are never aligned by their first sample, since one that starts late would then seem to grow first. The
-stamps of the wall clock decide; where clocks of several nodes were not compared, a bound is assumed for them.
+This module also says how a file is refused, and merges recordings into series of one run: each process once,
+on one time axis if there is one.
+
+Ranks are never aligned by their first sample, because a rank that starts late would then seem to grow first.
+Wall-clock timestamps are used. If the clocks of several nodes were not compared, an error bound is assumed
+for them.
 """
 
 from __future__ import annotations
@@ -25,15 +28,15 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 MAX_FILE_BYTES = 4 << 30
-"""Of a file of samples; a larger one is refused before it is read."""
+"""Largest size of a file of samples, in bytes. A larger file is refused before it is read."""
 
 
 class RefusedFileError(ValueError):
-    """A file that cannot be used; the message says what is wrong with it, without the file's name."""
+    """A file that cannot be used. The message says what is wrong with it, without the file's name."""
 
 
 class NoSamplesError(RefusedFileError):
-    """A whole file, in which there is nothing about memory: in a folder it is passed over."""
+    """A complete file without memory samples. In a folder it is skipped."""
 
 
 @dataclass
@@ -41,44 +44,47 @@ class Recording:
     """
     Samples of one rank process on one device, from one file, in order of time.
 
-    What the file does not say is None.
+    Values that the file does not state are None.
     """
 
     process: str
-    """What tells this process from others, also in other files."""
+    """Identifies the process, also across files."""
     node: str
-    """As it is shown; "" where it is not known."""
+    """Label of the node. "" if it is not known."""
     device: int | None
     """None: the host."""
     t_ns: Ints
-    """[n] on the wall clock of its node; where `wall` is False, since a moment that is not known."""
+    """[n] on the wall clock of its node. If `wall` is False: since an unknown moment."""
     columns: dict[str, Floats]
-    """[n] by field of `MemorySample`; NaN is not known."""
+    """[n] by field of `MemorySample`. NaN is not known."""
     step: Ints | None = None
     """[n]; -1 is not known."""
     rank: int | None = None
     world_size: int | None = None
     run: str | None = None
-    """Id of the job that it belongs to."""
+    """Id of the job."""
     wall: bool = True
     bound_ns: int | None = None
-    """Error bound of its node's clock; None: the clock was not compared with others."""
+    """Error bound of its node's clock. None: the clock was not compared with others."""
     first_step_ns: int | None = None
     collectives: list[Collective] = field(default_factory=list)
-    """Which collectives the process was in; where it has several devices, with one of them."""
+    """
+    Collectives that the process was in. For a process with several devices, only one of its recordings has
+    them.
+    """
     path: Path = Path()
-    """The file; of several, the first."""
+    """The file, or the first of several."""
 
 
 @dataclass
 class FileContents:
-    """What one file, or one folder that belongs together, gave."""
+    """The contents of one file, or of one folder whose files belong together."""
 
     format: str
-    """As a person reads it: `traceml-ray session`, `Stormlog events`, …"""
+    """Format as displayed: `traceml-ray session`, `Stormlog events`, …"""
     recordings: list[Recording]
     notes: list[str] = field(default_factory=list)
-    """What a reader has to know of it, each a sentence without the file's name."""
+    """Notes for the reader, each a sentence without the file's name."""
 
 
 def column(values: Iterable[float | None]) -> Floats:
@@ -94,9 +100,9 @@ class MergedRecordings:
     """The recordings of one run as series."""
 
     timed: list[Series]
-    """On the wall clock."""
+    """Series on the wall clock."""
     untimed: list[Series]
-    """Each on a clock of its own, which says nothing about when others grew."""
+    """Series on clocks of their own. They do not show when others grew."""
     present: set[int]
     world_size: int | None
     run: str | None
@@ -106,8 +112,8 @@ class MergedRecordings:
 
 def merge(recordings: Sequence[Recording]) -> MergedRecordings:
     """
-    Return the newest run among `recordings` as series. Those that name no run belong to it; a process without
-    a rank is given one that is free.
+    Return the newest run among `recordings` as series. Recordings without a run belong to it. A process
+    without a rank gets an unused rank.
     """
     notes: list[str] = []
     run, of_run = _newest_run(recordings, notes)
@@ -130,7 +136,7 @@ def merge(recordings: Sequence[Recording]) -> MergedRecordings:
 
 
 def _of_rank(use: Collective, rank: int | None) -> Collective:
-    """Return a collective with the rank of its process, which not every file says."""
+    """Return a collective with the rank of its process, which some files do not state."""
     return use if rank is None or use.rank == rank else replace(use, rank=rank)
 
 
@@ -151,7 +157,7 @@ def _newest_run(recordings: Sequence[Recording], notes: list[str]) -> tuple[str 
 
 
 def _number(recordings: Iterable[Recording], notes: list[str]) -> None:
-    """Give each process without a rank the lowest that is free, in the order of the files' names."""
+    """Give each process without a rank the lowest unused rank, in the order of the files' names."""
     unknown = [recording for recording in recordings if recording.rank is None]
     taken = {recording.rank for recording in recordings if recording.rank is not None}
     free = (rank for rank in range(len(taken) + len(unknown)) if rank not in taken)
@@ -172,7 +178,7 @@ def _key(recording: Recording) -> tuple[object, ...]:
 
 
 def _joined(same: Sequence[Recording]) -> Recording:
-    """Return what several files hold of one process and device as one, each sample once."""
+    """Return the recordings of one process and device from several files as one, each sample once."""
     first, *others = sorted(same, key=lambda recording: -len(recording.t_ns))
     for other in others:
         first = _with(first, other)
@@ -181,8 +187,10 @@ def _joined(same: Sequence[Recording]) -> Recording:
 
 def _with(one: Recording, other: Recording) -> Recording:
     """
-    Return a recording with what another has besides. A sample of both has not always the same time to the
-    nanosecond: files that were cut out of one are put on one clock with what each knows of the clocks.
+    Return a recording with the additional samples of another.
+
+    A sample that is in both may differ in time by some ns: files cut from one recording are converted to one
+    clock with what each file knows about the clocks.
     """
     new = _apart(other.t_ns, one.t_ns) > (np.median(np.diff(one.t_ns)) / 2 if len(one.t_ns) > 1 else 0)
     order = np.argsort(np.concatenate([one.t_ns, other.t_ns[new]]), kind="stable")
@@ -210,7 +218,7 @@ def _with(one: Recording, other: Recording) -> Recording:
 
 
 def _apart(times: Ints, from_times: Ints) -> Ints:
-    """Return how far each time is from the nearest of other ones, in order."""
+    """Return the distance of each time to the nearest of the other times. Both are in order."""
     after_index = np.searchsorted(from_times, times)
     before = from_times[np.maximum(after_index - 1, 0)]
     after = from_times[np.minimum(after_index, len(from_times) - 1)]
@@ -228,7 +236,7 @@ def _steps(recording: Recording) -> Ints:
 
 
 def _assumed_bound(recordings: Sequence[Recording], notes: list[str]) -> int:
-    """Return the error bound of clocks that were not compared: none where there is one node."""
+    """Return the error bound of clocks that were not compared. 0 if there is only one node."""
     timed = [recording for recording in recordings if recording.wall]
     nodes = sorted({recording.node for recording in timed})
     one = len(nodes) < 2 and (nodes != [""] or len({recording.process for recording in timed}) < 2)

@@ -24,7 +24,7 @@ class MemorySample(Part, frozen=True):
     active_bytes: Count | None = None
     inactive_split_bytes: Count | None = None
     peak_bytes: Count | None = None
-    """Largest memory allocated since the sample before, in bytes; of the first sample, since the start."""
+    """Largest memory allocated since the sample before, in bytes. In the first sample: since the start."""
     retries: Count | None = None
     """Allocations so far that succeeded after the cache was emptied."""
     ooms: Count | None = None

@@ -1,24 +1,25 @@
 """
-Samples the memory of this process and of its devices, in the agent's thread: what the kernel counts, torch's
-allocator, and what the driver says beside it.
+Samples the memory of this process and its devices, in the agent's thread. Sources: the kernel, torch's
+allocator, and the driver.
 
-Nothing here makes a context, launches or waits for work, or resets a statistic. The allocator is asked for
-what it counts anyway. It has a lock, and torch keeps the GIL while it waits for that, as it does for
+Nothing here makes a context, launches or waits for work, or resets a statistic. The allocator only returns
+counters that it keeps anyway. It has a lock, and torch holds the GIL while it waits for the lock, as for
 `torch.cuda.memory_allocated`: while another thread is in a cudaMalloc, this call waits for it to end.
 
-The peak since the sample before is had without `reset_peak_memory_stats`, which would change what the script
-reads. torch keeps one peak, since the start or the script's last reset:
+The peak since the sample before is derived without `reset_peak_memory_stats`, which would change what the
+script reads. torch keeps one peak, since the start or the script's last reset:
 
-- nothing was allocated since (the sum of all that was ever allocated is the same): what was allocated then;
-- the peak has risen: it was reached since, and is the most;
-- as much is allocated now as the peak says: that is the most;
-- otherwise the most since is below an older peak, or the script has reset it: not known.
+- Nothing was allocated since (the total of all allocations is unchanged): the peak is the memory allocated at
+  the sample before.
+- The peak has risen: it was reached since, and is the result.
+- As much is allocated now as the peak says: the peak is the result.
+- Otherwise the largest value since is below an older peak, or the script has reset the peak: not known.
 
-A reset that is followed by a higher peak within one interval cannot be told from none; what was reached
-before the reset is then not in it.
+A reset that is followed by a higher peak within one interval is not detected. The memory reached before the
+reset is then not included.
 
-NVML makes no context and waits for no kernel, but a driver may hang: it is asked in a thread of its own, and
-an answer that does not come in time is left out.
+NVML makes no context and waits for no kernel, but a driver may hang. It is asked in a thread of its own, and
+a late answer is ignored.
 """
 
 from __future__ import annotations
@@ -39,25 +40,27 @@ from traceml_ray.signals.memory.records import MemorySample
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _CACHE = b"inactive_file", b"active_file"
-"""In `memory.stat`: file cache that the kernel gives up before it kills a process."""
+"""Entries of `memory.stat`: file cache that the kernel releases before it kills a process."""
 
 
 @dataclass(frozen=True)
 class HostLimit:
-    """A limit of host memory, and where its use is counted; `group` is None for the whole machine."""
+    """A limit of host memory, and where its use is counted. `group` is None for the whole machine."""
 
     total: int
     group: Path | None = None
     legacy: bool = False
-    """The group is of cgroup v1."""
+    """Whether the group is of cgroup v1."""
 
 
 class HostMemory:
     """
-    Args:
-        root: where `proc` and `sys` are.
+    Reads the host memory of this process.
 
-    All methods raise OSError or ValueError where the kernel does not say it.
+    Args:
+        root: the folder that contains `proc` and `sys`.
+
+    All methods raise OSError or ValueError if the kernel does not provide the value.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -70,17 +73,20 @@ class HostMemory:
         return int(_read(self._statm).split()[1]) * _PAGE
 
     def uss(self) -> int:
-        """Return the bytes that no other process shares; takes 1 ms at 3 GB."""
+        """Return the bytes that no other process shares. Takes 1 ms at 3 GB."""
         fields = _values(_read(str(self._root / "proc/self/smaps_rollup")), b":")
         return 1024 * sum(fields[name] for name in (b"Private_Clean", b"Private_Dirty"))
 
     def limit(self) -> HostLimit:
-        """Return the tightest limit above this process: that of a cgroup, or all that the machine has."""
+        """
+        Return the tightest limit that applies to this process: of a cgroup, or the memory of
+        the machine.
+        """
         machine = HostLimit(1024 * self._machine()[b"MemTotal"])
         return min([machine, *self._groups()], key=lambda limit: limit.total)
 
     def used(self, limit: HostLimit) -> int:
-        """Return what is used of `limit`, without file cache that can be had back."""
+        """Return the used part of `limit` in bytes, without reclaimable file cache."""
         if limit.group is None:
             fields = self._machine()
             return 1024 * (fields[b"MemTotal"] - fields[b"MemAvailable"])
@@ -93,7 +99,7 @@ class HostMemory:
         return _values(_read(self._meminfo)[:512], b":")
 
     def _groups(self) -> Iterator[HostLimit]:
-        """Yield the limits of this process's cgroup and of those above it, as far as they can be seen."""
+        """Yield the limits of this process's cgroup and of its ancestors, as far as they are visible."""
         for line in _read(str(self._root / "proc/self/cgroup")).decode(errors="replace").splitlines():
             _, controllers, path = line.split(":", 2)
             legacy = "memory" in controllers.split(",")
@@ -124,7 +130,7 @@ def _read_if(path: str) -> bytes:
 
 
 def _values(text: bytes, separator: bytes) -> dict[bytes, int]:
-    """Return the numbers by name of lines `name<separator> number …`; other lines are left out."""
+    """Return name → number of lines `name<separator> number …`. Other lines are ignored."""
     values = {}
     for line in text.splitlines():
         name, _, rest = line.partition(separator)
@@ -136,7 +142,7 @@ def _values(text: bytes, separator: bytes) -> dict[bytes, int]:
 
 WAIT_S = 0.1
 _HOST_PIDS = 0xEFFFFFFC
-"""Inode of the kernel's first pid namespace, whose pids NVML speaks of."""
+"""Inode of the kernel's first pid namespace. NVML reports pids of that namespace."""
 _NO_PIDS = "NVML does not name this process on the device (a container has pids of its own)"
 _NO_BYTES = "NVML does not say how much of the device each process has"
 _LATE = f"NVML has not answered within {WAIT_S:g} s"
@@ -144,21 +150,21 @@ _LATE = f"NVML has not answered within {WAIT_S:g} s"
 
 @dataclass
 class Reading:
-    """One device; None is not known, `why` has the reasons by name."""
+    """The reading of one device. None is not known; `why` has the reasons by name."""
 
     used: int | None = None
     total: int | None = None
     processes: list[tuple[int, int | None]] | None = None
-    """(pid, bytes) of all that compute on it."""
+    """(pid, bytes) of all processes that compute on it."""
     why: dict[str, str] = field(default_factory=dict)
 
 
 class DriverMemory:
     """
-    Asks NVML of devices by their uuid.
+    Asks NVML about devices by their uuid.
 
     Args:
-        nvml: the binding; None imports `pynvml`, when it is asked for the first time.
+        nvml: the binding. None: `pynvml` is imported on first use.
     """
 
     def __init__(self, nvml: Any = None) -> None:
@@ -171,7 +177,7 @@ class DriverMemory:
         self._thread: threading.Thread | None = None
 
     def ask(self, uuids: list[str]) -> Mapping[str, Reading]:
-        """Return what is known of each of `uuids`; waits `WAIT_S` at most."""
+        """Return what is known about each of `uuids`. Waits at most `WAIT_S`."""
         with self._changed:
             if self._idle():
                 self._asked, self._found = uuids, {}
@@ -182,7 +188,7 @@ class DriverMemory:
                 self._changed.wait_for(self._idle, WAIT_S)
             if self._idle():
                 return self._found
-            # A late answer is of another moment.
+            # A late answer describes another moment.
             return {uuid: Reading(why={"nvml": _LATE}) for uuid in uuids}
 
     def _idle(self) -> bool:
@@ -233,7 +239,7 @@ class DriverMemory:
 
 
 def host_pids(root: Path = Path("/")) -> bool:
-    """Return whether this process's pid is the one that the host, and so NVML, knows it by."""
+    """Return whether this process's pid is also its pid on the host, which NVML reports."""
     try:
         return (root / "proc/self/ns/pid").stat().st_ino == _HOST_PIDS
     except OSError:
@@ -242,12 +248,14 @@ def host_pids(root: Path = Path("/")) -> bool:
 
 def own_bytes(processes: list[tuple[int, int | None]], least: int, known: bool) -> tuple[int | None, str]:
     """
-    Return what this process has on a device, or None and why that is not known.
+    Return (memory of this process on a device, ""), or (None, reason why it is not known).
 
     Args:
-        processes: (pid, bytes) of those that compute on the device, on which this process has a context.
-        least: torch has reserved so much there: who has less is another one.
-        known: pids are those that this process knows, see `host_pids`; elsewhere it is told by being alone.
+        processes: (pid, bytes) of the processes that compute on the device, on which this process has a
+            context.
+        least: bytes that torch has reserved there. A process with less is another one.
+        known: whether the pids are those that this process sees, see `host_pids`. Otherwise the process is
+            identified only if it is alone.
     """
     pid = os.getpid()
     mine = [process for process in processes if process[0] == pid] if known else processes
@@ -273,20 +281,20 @@ _CURRENT = {
 }
 OF_TORCH = (*_CURRENT, "peak_bytes", "retries", "ooms")
 OF_NVML = ("process_bytes", "device_used_bytes", "device_total_bytes")
-"""Fields of `MemorySample` by where they come from."""
+"""Fields of `MemorySample` that come from NVML."""
 
 
 @dataclass
 class Devices:
-    """What this process has devices for; the parts that a test plays."""
+    """What this process needs to know about devices. Tests replace it."""
 
     contexts: Callable[[], list[bool]]
-    """Returns on which devices there is a context."""
+    """Returns for each device whether this process has a context on it."""
     uuid: Callable[[int], str]
 
 
 def cuda_devices() -> Devices:
-    """Return those of the driver that torch has loaded. Raises OSError."""
+    """Return the devices of the driver that torch has loaded. Raises OSError."""
     driver = cuda.load_driver()
     return Devices(lambda: cuda.contexts(driver), lambda index: cuda.device_uuid(driver, index))
 
@@ -298,8 +306,8 @@ class DeviceMemory:
 
     Args:
         driver: asks NVML.
-        devices: returns the devices; raises OSError where there is no driver for them.
-        torch: returns the module, None while it is not imported.
+        devices: returns the devices. Raises OSError if there is no driver for them.
+        torch: returns the module. None while it is not imported.
     """
 
     driver: DriverMemory = field(default_factory=DriverMemory)
@@ -307,7 +315,7 @@ class DeviceMemory:
     torch: Callable[[], Any] = lambda: sys.modules.get("torch")
     host_pids: bool = field(default_factory=host_pids)
     missing: dict[str, str] = field(default_factory=dict)
-    """Why something is not known, by name; of the newest sample."""
+    """Why values of the newest sample are not known, by name."""
 
     def __post_init__(self) -> None:
         self._devices: Devices | None = None
@@ -315,7 +323,7 @@ class DeviceMemory:
         self._peaks: dict[int, Peak] = {}
 
     def sample(self) -> dict[int, dict[str, int]]:
-        """Return what is known of each device, by its index as torch counts; empty without one."""
+        """Return what is known about each device, by torch's index. Empty without devices."""
         torch = self.torch()
         if torch is None or not torch.cuda.is_initialized():
             return {}
@@ -336,9 +344,9 @@ class DeviceMemory:
         return by_device
 
     def _of_torch(self, torch: Any, index: int) -> dict[str, int]:
-        """Return what torch's allocator says of a device."""
+        """Return the counters of torch's allocator for a device."""
         backend = torch.cuda.get_allocator_backend()
-        if backend != _NATIVE:  # the others ask the driver, or raise
+        if backend != _NATIVE:  # other backends ask the driver, or raise
             self.missing[_ALLOCATOR] = f"its backend is {backend}"
             return {}
         try:
@@ -346,7 +354,7 @@ class DeviceMemory:
             values = {name: stats[key]["all"]["current"] for name, key in _CURRENT.items()}
             values |= {"retries": stats["num_alloc_retries"], "ooms": stats["num_ooms"]}
             peak = self._peaks.setdefault(index, Peak()).since(stats["allocated_bytes"]["all"])
-        except Exception as error:  # a device that the allocator does not know, or a torch that is another
+        except Exception as error:  # the allocator does not know the device, or this torch differs
             self.missing[_ALLOCATOR] = error_text(error)[:200]
             return {}
         return values | ({} if peak is None else {"peak_bytes": peak})
@@ -366,14 +374,14 @@ class DeviceMemory:
 
 @dataclass
 class Peak:
-    """What torch said of the bytes that are allocated when it was asked last; -1 before."""
+    """The counters of torch's allocator at the last sample. -1 before the first."""
 
     current: int = -1
     peak: int = -1
     turnover: int = -1
 
     def since(self, stat: dict[str, int]) -> int | None:
-        """Return the most that was allocated since, see the top of this module."""
+        """Return the largest memory allocated since the last sample, see the docstring of this module."""
         before = Peak(self.current, self.peak, self.turnover)
         self.current, self.peak, self.turnover = stat["current"], stat["peak"], stat["allocated"]
         if self.turnover == before.turnover:
@@ -384,19 +392,19 @@ class Peak:
 
 
 USS_S = 30.0
-"""Between two counts of what the process shares with no other, and between two looks for limits."""
+"""Time between two readings of USS, and between two searches for limits, in s."""
 _USS_SHARE = 1e-3
-"""Of the time at most: a large process is counted less often."""
+"""Largest share of the time for reading USS. It is read less often for a large process."""
 _T = TypeVar("_T")
 
 
 class MemorySampler:
     """
-    Takes `MemorySample`s; what cannot be read is None, with the reason in `missing`.
+    Takes `MemorySample`s. A value that cannot be read is None, with the reason in `missing`.
 
     Args:
         devices: samples the devices.
-        root: where `proc` and `sys` are.
+        root: the folder that contains `proc` and `sys`.
         clock: monotonic seconds.
     """
 
@@ -407,7 +415,7 @@ class MemorySampler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.sources: dict[str, str] = {}
-        """Where each field that is known comes from, see `wire.RankBatch.memory_from`."""
+        """Source of each known field, see `wire.RankBatch.memory_from`."""
         self.missing: dict[str, str] = {}
         self._devices = devices or DeviceMemory()
         self._host = HostMemory(root)
@@ -416,7 +424,10 @@ class MemorySampler:
         self._limit_due = self._uss_due = -USS_S
 
     def sample(self, t_ns: int, step: int | None) -> list[MemorySample]:
-        """Return one sample for each device in use, or the one of a process without; takes some 50 µs."""
+        """
+        Return one sample for each device in use, or one sample of a process without devices. Takes about 50
+        µs.
+        """
         self.missing = {}
         host = self._sample_host()
         by_device = self._try("device", self._devices.sample) or {}
@@ -431,7 +442,7 @@ class MemorySampler:
         ]
 
     def _sample_host(self) -> dict[str, int]:
-        """Return what is known of the process; of the count that is taken now and then, when it is."""
+        """Return what is known about the process. USS is included only when it is read."""
         now, values = self._clock(), {}
         values["rss_bytes"] = self._try("rss_bytes", self._host.rss)
         if now >= self._uss_due:
@@ -450,6 +461,6 @@ class MemorySampler:
     def _try(self, what: str, read: Callable[[], _T]) -> _T | None:
         try:
             return read()
-        except Exception as error:  # what is not to be had is null, which `missing` explains
+        except Exception as error:  # an unreadable value is null, and `missing` has the reason
             self.missing[f"memory: {what}"] = error_text(error)[:200]
             return None
