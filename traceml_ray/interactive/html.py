@@ -25,7 +25,7 @@ from traceml_ray.reports.run_facts import moment
 
 _CLASS = "traceml-ray"
 _SHOWN, _CELL = 20, 120
-"""Rows of a table, and characters of a cell, in a notebook."""
+"""Largest number of rows of a table, and of characters of a cell, in a notebook."""
 _PARTS = "numbers", "by rank"
 
 

@@ -24,9 +24,9 @@ from traceml_ray.views.values import by_stage
 
 Ask = Callable[[query.Request[Any]], Any]
 _INK, _GRID = "#7a828c", "rgba(128,136,146,.25)"
-"""Of text and lines: both hold on light and on dark."""
+"""Colours of text and of grid lines. Both are readable on light and dark backgrounds."""
 _DRAWN, _SAMPLES = 6, 240
-"""Ranks whose memory is drawn, and samples of each."""
+"""Largest number of ranks whose memory is drawn, and of samples of each."""
 _TALL, _USUAL = 380, 300
 
 

@@ -101,18 +101,20 @@ class SessionQuestions:
         most: int = MOST_ROWS,
     ) -> StepTable:
         """
-        Return the rows of steps `first` to `last`, one for each step, rank and segment, in that order: arrays
-        by name (`steps.rank`, `steps.data_ns`), and `to_pandas()`. Times are int64 ns.
+        Return the rows of steps `first` to `last`: one row for each step, segment and rank, sorted in this
+        order. The columns are arrays by name (`steps.rank`, `steps.data_ns`); `to_pandas()` returns a
+        DataFrame. Times are int64 ns.
 
         Args:
             first: the first step.
-            last: the last one; None: the newest.
-            ranks: numbers, or text as "0,4-7"; None: all.
+            last: the last step; None: the newest.
+            ranks: numbers, or text such as "0,4-7"; None: all.
             run: a run's id or name.
-            most: rows at most, a million by default (70 MB, and three times that while they are read).
+            most: largest number of rows, a million by default (70 MB, and three times that while they are
+                read).
 
-        Raises ValueError where there are more than `most` rows, and names what makes them fewer; for ranks
-        that the run does not have.
+        Raises ValueError if there are more than `most` rows (the message names the arguments that reduce
+        them), and for ranks that the run does not have.
         """
         known = self._ask(query.GetRanks(run))
         chosen = chosen_ranks(ranks, known)

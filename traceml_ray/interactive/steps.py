@@ -26,7 +26,7 @@ _SHOWN = 20
 @dataclass(frozen=True, eq=False, repr=False)
 class StepTable:
     """
-    Rows of steps: one for each step, rank and segment, sorted in this order; n rows. Times are int64 ns.
+    Rows of steps: one for each step, segment and rank, sorted in this order; n rows. Times are int64 ns.
 
     Columns are arrays by name: `rank`, `step`, `segment`, `flags`, `excluded` and, for each stage, `data_ns`
     and so on. `total_ns` is the sum of the stages. If rows are on a device's clock, `host_data_ns` and so on
@@ -118,7 +118,7 @@ class StepTable:
 
 
 def joined(parts: Sequence[StepRows]) -> StepTable:
-    """Return the parts of an answer as one table, in order of step, rank and segment."""
+    """Return the parts of an answer as one table, sorted by step, then segment, then rank."""
     keys = [np.concatenate([getattr(part, name) for part in parts]) for name in ("rank", "segment", "step")]
     order = np.lexsort(keys)
     rank, segment, step = (key[order] for key in keys)

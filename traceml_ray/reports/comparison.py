@@ -46,7 +46,10 @@ SCHEMA = "traceml_ray/comparison/1"
 DEFAULT_PCT = 100 * COMPARE.least
 """Times that differ by less, in % of a step of the first session, are not called different."""
 _SAMPLES, _ALL_SAMPLES, _LEAST_SAMPLES = 600, 60_000, 50
-"""Of memory: of each rank, of all together, and of each where there are many."""
+"""
+Largest number of memory samples of each rank, and of all ranks together; least number of each rank if there
+are many.
+"""
 _MEMORY = {
     "host memory": "rss_bytes",
     "device memory, allocated": "allocated_bytes",

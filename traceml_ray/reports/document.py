@@ -1,6 +1,6 @@
 """
-The document of a session: its sections by name, from a summary and the answers that the web app's first page
-has of a run. `reports/files` (the text) and `reports/page` choose and order them.
+The document of a session: its sections by name. They are built from a summary and the answers that the web
+app's first page uses. `reports/files` (the text) and `reports/page` select and order them.
 """
 
 from __future__ import annotations
@@ -55,29 +55,32 @@ from traceml_ray.store.summary_shape import Summary, SummarySession
 
 
 class ChartData(NamedTuple):
-    """All that a report is made of: a summary, and what of it is drawn; None: not known."""
+    """All data of a report: a summary, and the data of its charts; None: not known."""
 
     summary: Summary
     signals: Mapping[str, Any]
     """The answers of signals, by name."""
     times: StepTimes | None = None
-    """Numbers of its steps, as of `query.GetTimes`."""
+    """Numbers of the run's steps, from `query.GetTimes`."""
     columns: StepColumns | None = None
-    """What is drawn step by step, as of `query.GetColumns`, with the lines of `z` in order of nodes."""
+    """Data of the charts by step, from `query.GetColumns`. The lines of `z` are in order of nodes."""
     change: ChangedParts | None = None
-    """What a step took before the onset of the verdict and since, as of `query.GetChange`."""
+    """Time of each stage before the onset of the verdict and since, from `query.GetChange`."""
     timeline: RunTimeline | None = None
-    """When steps were over, as of `query.GetTimeline`."""
+    """When steps were over, from `query.GetTimeline`."""
     deaths: Sequence[DeathInfo] = ()
     environment: Sequence[Mapping[str, Any]] = ()
-    """Versions and the allocator's configuration: `ranks` with the same, and `values` by name."""
+    """
+    Versions and the allocator's configuration. Each entry has `values` by name, and the `ranks` with these
+    values.
+    """
     settings: Mapping[str, str] = {}
-    """Settings of the session that are not as by default."""
+    """Settings of the session that differ from the defaults."""
 
 
 @dataclass
 class _Steps:
-    """A step history that has been read to its end, as `history_reader.RunSteps`."""
+    """A step history that has been read completely, as a `history_reader.RunSteps`."""
 
     history: StepHistory
     ranks: dict[int, RankProcess]
@@ -86,7 +89,7 @@ class _Steps:
 
 
 def read_chart_data(report: Report) -> ChartData:
-    """Return all of a report. Raises `SessionFileError`."""
+    """Return all data of a report. Raises `SessionFileError`."""
     summary, facts = report.summary, report.facts
     run = summary.run
     times: Any = None
@@ -114,7 +117,7 @@ def read_chart_data(report: Report) -> ChartData:
 
 
 def of_summary(summary: Summary) -> ChartData:
-    """Return what a summary says, without what is drawn."""
+    """Return the data of a summary alone, without charts."""
     return ChartData(summary, answers_in(summary))
 
 
@@ -122,14 +125,14 @@ _MAX_DEATHS, _MAX_STACKS, _MAX_STACK_LINES, _MAX_ALIKE, _MAX_SETTINGS = 8, 4, 10
 
 
 def episode_of(summary: Summary) -> TimedEpisode | None:
-    """Return the episode that the verdict is about; of a run that is over none goes on."""
+    """Return the episode that the verdict is about. In a finished run no episode continues."""
     episode = current_episode(summary.verdict, summary.episodes)
     running = summary.session.status == "running"
     return episode and msgspec.structs.replace(episode, goes_on=episode.goes_on and running)
 
 
 def _of_signals(place: str) -> Callable[[ChartData], Iterator[Section]]:
-    """Return what signals show at a place of a report."""
+    """Return a function that yields the sections of signals at a place of a report."""
 
     def sections(chart_data: ChartData) -> Iterator[Section]:
         for section in sections_of(chart_data.signals):
@@ -142,7 +145,10 @@ def _of_signals(place: str) -> Callable[[ChartData], Iterator[Section]]:
 def _blocks(
     *made: Callable[[Summary], Block], title: str = "", half: bool = False
 ) -> Callable[[ChartData], Iterator[Section]]:
-    """Return a section with what some functions make of a summary."""
+    """
+    Return a function that yields a section with the blocks that the functions `made`
+    build from a summary.
+    """
 
     def sections(chart_data: ChartData) -> Iterator[Section]:
         yield Section(blocks=[block(chart_data.summary) for block in made], title=title, half=half)
@@ -151,23 +157,23 @@ def _blocks(
 
 
 def _findings(chart_data: ChartData) -> Iterator[Section]:
-    """Yield what was found beside the verdict."""
+    """Yield the section of the findings besides the verdict."""
     yield Section(blocks=[contents.findings_table(chart_data.summary.findings)])
 
 
 def _ranks(chart_data: ChartData) -> Iterator[Section]:
-    """Yield the ranks, with what signals know of each."""
+    """Yield the section of the ranks, with the values of signals for each."""
     yield Section(blocks=[contents.ranks_table(chart_data.summary, sections_of(chart_data.signals))])
 
 
 def _numbers(chart_data: ChartData) -> Iterator[Section]:
-    """Yield the numbers above all charts."""
+    """Yield the section of the numbers above all charts."""
     if chart_data.times and chart_data.columns:
         yield Section(numbers=kpis(chart_data.times, chart_data.columns, signal_numbers(chart_data.signals)))
 
 
 def _deaths(chart_data: ChartData) -> Iterator[Section]:
-    """Yield how ranks died, the first cause first, and their last words."""
+    """Yield the section of the deaths of ranks, the first cause first, with their last printed lines."""
     shown: list[Block] = [_death(death, chart_data.summary) for death in chart_data.deaths[:_MAX_DEATHS]]
     left = len(chart_data.deaths) - len(shown)
     if left:
@@ -187,7 +193,7 @@ def _death(death: DeathInfo, summary: Summary) -> Lines:
 
 
 def _stacks(chart_data: ChartData) -> Iterator[Section]:
-    """Yield where the ranks were in the last hang."""
+    """Yield the section of the ranks' stacks in the last hang."""
     last = contents.last_stacks(chart_data.summary.verdicts)[:_MAX_STACKS]
     stacks = [
         Lines(text.ranks(stack.ranks), [("", line) for line in lines[:_MAX_STACK_LINES]])
@@ -198,7 +204,7 @@ def _stacks(chart_data: ChartData) -> Iterator[Section]:
 
 
 def _by_rank(chart_data: ChartData) -> Iterator[Section]:
-    """Yield the heatmap of ranks by step."""
+    """Yield the section of the heatmap of ranks by step."""
     if (columns := chart_data.columns) is not None:
         rows = drawing.by_node(columns, drawing.suspects(columns, chart_data.summary.verdict))
         label = "Busy time of each rank by step, over the median of the step"
@@ -208,7 +214,7 @@ def _by_rank(chart_data: ChartData) -> Iterator[Section]:
 
 
 def _by_step(chart_data: ChartData) -> Iterator[Section]:
-    """Yield the charts over the steps."""
+    """Yield the sections of the charts by step."""
     if (columns := chart_data.columns) is None:
         return
     episode = episode_of(chart_data.summary)
@@ -233,13 +239,16 @@ def _by_step(chart_data: ChartData) -> Iterator[Section]:
 
 
 def _steps(chart_data: ChartData) -> Iterator[Section]:
-    """Yield the time of a step, and what signals say beside it."""
+    """Yield the section of the step time, with the facts of signals about steps."""
     beside = [block for section in _of_signals("steps")(chart_data) for block in section.blocks]
     yield Section(blocks=[contents.steps_facts(chart_data.summary), *beside], title="Steps")
 
 
 def _change(chart_data: ChartData) -> Iterator[Section]:
-    """Yield what each stage has added to a step since the onset; nothing where one of both is not known."""
+    """
+    Yield the section of the change of each stage since the onset. Yields nothing if one of the two times is
+    not known.
+    """
     change = chart_data.change
     if change is None or (before := change.before.stages) is None:
         return
@@ -257,7 +266,7 @@ def _change(chart_data: ChartData) -> Iterator[Section]:
 
 
 def _environment(chart_data: ChartData) -> Iterator[Section]:
-    """Yield how it was run, and with what."""
+    """Yield the section of versions and settings of the run."""
     session = chart_data.summary.session
     run = Facts(
         ("Command", session.command or ""),
@@ -280,7 +289,7 @@ def _environment(chart_data: ChartData) -> Iterator[Section]:
 
 
 def more(folder: Path) -> Section:
-    """Return which bundles there are, and how the web app and the other files are opened."""
+    """Return the section that lists the bundles, and says how to open the web app and the other files."""
     here, (count, newest) = shlex.quote(str(folder)), bundles_in(folder)
     kept = "The bundle of its incident"
     if count > 1:
@@ -332,16 +341,19 @@ SECTIONS: Mapping[str, Callable[[ChartData], Iterator[Section]]] = {
         half=True,
     ),
 }
-"""What makes the sections of each name."""
+"""Functions that yield the sections of each name."""
 
 
 _MAX_BUNDLES = 3
 _SHELL = 128
-"""A shell adds the number of the signal to it."""
+"""A shell adds this to the number of a signal to form the exit code."""
 
 
 def title(summary: Summary, folder: Path) -> list[str]:
-    """Return the first lines of a report: the session, who and why where a run has failed, and its size."""
+    """
+    Return the first lines of a report: the session, the failed rank and the reason if the run has failed, and
+    the size of the run.
+    """
     name = f"traceml-ray · session {summary.session.id}"
     verdict, kept = summary.verdict, kept_why(folder)
     # Who and why comes before anything else where a run has failed, or this was kept of it.
@@ -374,7 +386,10 @@ def about_session(summary: Summary) -> list[str]:
 
 
 def run_of(runs: Sequence[RunInfo], chosen: str | None) -> list[str]:
-    """Return which run this is of, where there is more than one or it has a name of its own."""
+    """
+    Return the name of the run that the report covers, if there are several runs or the
+    run has its own name.
+    """
     for number, run in enumerate(runs):
         if run.id == chosen and (len(runs) > 1 or run.name != run.id):
             position = f" ({number + 1} of {len(runs)})" if len(runs) > 1 else ""
@@ -383,7 +398,7 @@ def run_of(runs: Sequence[RunInfo], chosen: str | None) -> list[str]:
 
 
 def files(folder: Path) -> list[str]:
-    """Return where the files of the session, or of the bundle, in `folder` are."""
+    """Return the paths of the files of the session, or of the bundle, in `folder`."""
     # Not through rich: a path is copied, so it is never wrapped.
     here = bundle_files(folder) or [DATABASE, *REPORTS]
     lines = [f"{'Files':{LABEL}}{folder}", f"{'':{LABEL}}{' · '.join(here)}"]
@@ -394,7 +409,7 @@ def files(folder: Path) -> list[str]:
 
 
 def bundles_in(folder: Path) -> tuple[int, list[str]]:
-    """Return how many bundles of incidents a session has, and the newest of them, relative to its folder."""
+    """Return the number of bundles of a session, and the newest ones, as paths relative to its folder."""
     bundles = names_of(folder)
     return len(bundles), [f"{BUNDLES}/{name}" for name in bundles[-_MAX_BUNDLES:]]
 

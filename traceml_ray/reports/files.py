@@ -35,12 +35,12 @@ def write_reports(
     errors: Errors | None = None,
 ) -> Summary:
     """
-    Write the reports of `session` into `folder`, each whole or not at all; return the summary.
+    Write the reports of `session` into `folder`, each completely or not at all. Return the summary.
 
-    Of a very long run those of its newest steps are written first: the job's end does not wait for ever.
-    `quick` leaves it at that, while the run goes on. `put` writes the files: a `SessionWriter`'s own does not
-    where another process has the session. A page that cannot be made is counted in `errors`; the others are
-    there before it. Raises what `put` raises, OSError for one.
+    For a very long run, reports of the newest steps are written first, so that the job's end does not wait
+    too long. With `quick`, and while the run continues, only these are written. `put` writes the files: that
+    of a `SessionWriter` writes nothing if another process has the session. A page that cannot be made is
+    counted in `errors`; the other files are written before it. Raises whatever `put` raises, such as OSError.
     """
     summary: Summary | None = None
     errors = Errors() if errors is None else errors
@@ -63,7 +63,7 @@ def write_reports(
 
 
 def text_of(summary: Summary, folder: Path) -> str:
-    """Return the text of the report on `summary`, as `summarize` makes it, of the session in `folder`."""
+    """Return the text report of `summary`, a result of `summarize`, for the session in `folder`."""
     chart_data = of_summary(summary)
     sections = [section for name in _ORDER for section in SECTIONS[name](chart_data)]
     blocks = [block for section in sections for block in blocks_of(section)]

@@ -1,6 +1,6 @@
 """
-What a person reads first, one line each: a verdict, what it costs and how bad it is, the episode that it is
-about, and the conclusion: the verdict, or a finding of another signal that is more severe.
+The lines that a person reads first: a verdict, its cost and severity, the episode that it is about, and the
+conclusion. The conclusion is the verdict, or a finding of another signal that is more severe.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from traceml_ray.store.results import EarlierStart
 from traceml_ray.store.summary_shape import Conclusion, Tone
 
 _LEAST_HOURS = 0.01
-"""Less is not told from none."""
+"""Costs below this number of hours count as none."""
 
 
 def named(verdict: OnSteps | TimedEpisode) -> str:
-    """Return a verdict, or an episode, in one line: "straggler: rank 5 (node-1) in data"."""
+    """Return a verdict or an episode in one line: "straggler: rank 5 (node-1) in data"."""
     stages = verdict.stages or [verdict.stage or ""]
     inside = f"{verdict.span}" if verdict.label == "stalled" else " and ".join(stages)
     nodes = nodes_named(verdict) if verdict.ranks else ()
@@ -32,12 +32,12 @@ def named(verdict: OnSteps | TimedEpisode) -> str:
 
 
 def part_of(verdict: OnSteps | Finding) -> str:
-    """Return what the cost of a verdict is a share of: "of the run", or of the time since it began."""
+    """Return which time the cost of a verdict is a share of: "of the run", or of the time since it began."""
     return "of the run" if verdict.about == "run" else "of the time"
 
 
 def costs(verdict: OnSteps) -> str:
-    """Return "28 % of the run, 41 s": what is named costs; "" where that is not known."""
+    """Return the cost of the named cause: "28 % of the run, 41 s"; "" if it is not known."""
     return _cost(verdict.cost_pct, part_of(verdict), verdict.cost_s)
 
 
@@ -47,7 +47,7 @@ def _cost(cost_pct: float | None, part: str, cost_s: float | None) -> str:
 
 
 def cost_of(finding: Finding) -> str:
-    """Return the same of a finding."""
+    """Return the cost of a finding: "28 % of the run, 41 s"."""
     cost_pct = None if finding.cost is None else 100 * finding.cost
     return _cost(cost_pct, part_of(finding), finding.cost_s)
 
@@ -59,8 +59,8 @@ def line_of(finding: Finding) -> str:
 
 def beside(findings: Iterable[Finding], first: str | None, *, all_of: bool = False) -> list[Finding]:
     """
-    Return what else is to be read of the findings of a run beside the `first` one (its key) and the verdict:
-    without what is only information, unless it may explain another one that is shown (`all_of`: with it).
+    Return the findings of a run that are shown besides the `first` one (its key) and the verdict. Findings
+    that are only information are left out, unless they may explain one that is shown; `all_of` includes them.
     """
     listed = list(findings)
     verdict = next((one.key for one in listed if one.signal == "steps"), None)
@@ -74,7 +74,7 @@ def beside(findings: Iterable[Finding], first: str | None, *, all_of: bool = Fal
 
 
 def lost(verdict: OnSteps) -> str:
-    """Return the cost of all that was named in the run: "cost 41 s of 16 min"."""
+    """Return the cost of all named causes of the run: "cost 41 s of 16 min"."""
     return f"cost {text.duration(verdict.lost_s)} of {text.duration(verdict.elapsed_s)}"
 
 
@@ -86,7 +86,7 @@ def since(episode: TimedEpisode) -> str:
 
 
 def cost(episode: TimedEpisode, gpus: bool) -> str:
-    """Return "61 s and 0.14 GPU-hours so far": what an episode has cost; see `hours_of` for `gpus`."""
+    """Return the cost of an episode so far: "61 s and 0.14 GPU-hours so far"; see `hours_of` for `gpus`."""
     hours = episode.rank_hours
     also = f" and {text.number(hours)} {hours_of(gpus)}" if hours >= _LEAST_HOURS else ""
     return f"{text.duration(episode.cost_s)}{also}{' so far' if episode.goes_on else ''}"
@@ -98,17 +98,17 @@ def wasted(hours_per_hour: float | None, gpus: bool) -> str:
 
 
 def hours_of(gpus: bool) -> str:
-    """Return what wasted time is counted in: that of GPUs, or of ranks in a job that has none."""
+    """Return the unit of wasted time: GPU-hours, or rank-hours in a job without GPUs."""
     return "GPU-hours" if gpus else "rank-hours"
 
 
 def coverage(known: int, world: int, died: int) -> str:
-    """Return of how many ranks of a run that is over there is data, and how many died."""
+    """Return for how many ranks of a finished run there is data, and how many died."""
     return f"data from {known:,} of {text.count(world, 'rank')}" + (f", {died:,} died" if died else "")
 
 
 def restarted(earlier: Sequence[EarlierStart]) -> str:
-    """Return which steps were made before a run was started again; "" where it was not."""
+    """Return which steps were made before a restart of the run; "" if there was none."""
     if not earlier:
         return ""
     often = "once" if len(earlier) == 1 else f"{len(earlier):,} times"
@@ -122,7 +122,7 @@ def restarted(earlier: Sequence[EarlierStart]) -> str:
 
 
 def brief(brief_findings: Brief) -> str:
-    """Return the findings too short to be named: "9 brief findings, 1.1 s in all"."""
+    """Return the number and cost of the findings too short to be named: "9 brief findings, 1.1 s in all"."""
     counted = text.count(brief_findings.count, "brief finding")
     return f"{counted}, {text.duration(brief_findings.cost_s)} in all" if brief_findings.count else ""
 
@@ -135,12 +135,12 @@ _SEVERITY: dict[str, Severity] = {
 
 
 def severity(kind: str) -> Severity:
-    """Return how bad a kind of event, or the label of a verdict, is."""
+    """Return the severity of a kind of event, or of a verdict's label."""
     return _SEVERITY.get(kind, "info")
 
 
 def tone_of(verdict: OnSteps | None) -> tuple[str, str]:
-    """Return how bad a verdict is, as colour and sign."""
+    """Return the severity of a verdict as (tone, sign)."""
     label = verdict.label if verdict else ""
     tone = "good" if label == "healthy" else severity(label).replace("info", "unsure")
     return tone, sign_of(tone)
@@ -152,7 +152,7 @@ def sign_of(tone: str) -> str:
 
 
 def current_episode(verdict: OnSteps | None, episodes: Sequence[TimedEpisode] | None) -> TimedEpisode | None:
-    """Return the one of `episodes` that a verdict is about, None without any."""
+    """Return the one of `episodes` that a verdict is about; None if there is none."""
     if verdict is None:
         return None
     who = attrgetter("label", "rank", "stage")
@@ -163,7 +163,10 @@ def current_episode(verdict: OnSteps | None, episodes: Sequence[TimedEpisode] | 
 def change(
     run: str | None, verdict: OnSteps | None, episodes: Sequence[TimedEpisode] | None
 ) -> query.GetChange | None:
-    """Return the question what a step took before the verdict's onset and since; None without any."""
+    """
+    Return the question for the step times before the verdict's onset and since; None if
+    there is no episode.
+    """
     episode = current_episode(verdict, episodes)
     if episode is None:
         return None
@@ -173,15 +176,15 @@ def change(
 
 
 _WORST: tuple[Tone, ...] = ("critical", "warning", "notice", "unsure", "good")
-"""The most severe first."""
+"""Tones, the most severe first."""
 _BEFORE_VERDICT = ("critical", "warning")
-"""Severities of findings that may be read before the verdict."""
+"""Severities of findings that may be shown before the verdict."""
 
 
 def conclude(verdict: OnSteps, findings: Iterable[Finding]) -> Conclusion:
     """
-    Return what to read first: the most severe of the verdict and the findings of other signals; of equally
-    severe ones the verdict, then the first of the `findings`.
+    Return the most severe of the verdict and the findings of other signals. If several are equally severe,
+    return the verdict, else the first of the `findings`.
     """
     first, others = None, list[Conclusion]()
     for one in findings:

@@ -1,4 +1,4 @@
-"""The numbers above all charts, each with its line, of which a long one is medians of its pieces."""
+"""The numbers above all charts, each with its line. A long line shows medians of its pieces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ Array = np.ndarray[Any, Any]
 
 
 def kpis(times: StepTimes, columns: StepColumns, signals: Iterable[Number] = ()) -> list[Number]:
-    """Return the numbers of a run, from answers to `query.GetTimes` and `GetColumns`, and of signals."""
+    """
+    Return the numbers of a run, from the answers to `query.GetTimes` and `GetColumns`,
+    and those of signals.
+    """
     if not times.steps:
         return []
     worst = f"rank {times.worst_rank}" if times.worst_rank is not None else ""
@@ -48,7 +51,7 @@ def kpis(times: StepTimes, columns: StepColumns, signals: Iterable[Number] = ())
 
 
 def _idle(times: StepTimes) -> list[Number]:
-    """Return the KPI of the GPU that waits most for its host, where ranks have a device clock."""
+    """Return the number for the GPU that waits most for its host, if ranks have a device clock."""
     idle = times.gpu_idle_pct
     if np.isnan(idle).all():
         return []

@@ -1,7 +1,7 @@
 """
-The sessions of a folder, each in one line: from its summary, or while there is none from its file.
+The sessions of a folder, each in one line, from its summary or, without one, from its file.
 
-The sessions of a folder as text and as data, and which of them may go: `traceml-ray sessions`.
+Renders them as text and as data, and selects the ones to remove: `traceml-ray sessions`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ UNFINISHED = "never finished"
 _MOST = 500
 _OF_VERDICT = "label", "rank", "stage", "cost_pct", "lost_s"
 _LATEST_S = 1 << 36
-"""Since the epoch: later moments cannot be shown."""
+"""Latest moment that can be shown, in s since the epoch."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One session; what is not known is None. `status` is that of the summary, or UNFINISHED."""
+    """One session. Unknown values are None. `status` is the status in the summary, or UNFINISHED."""
 
     name: str = ""
     path: str = ""
@@ -41,7 +41,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     started_at: str | None = None
     ended_at: str | None = None
     last_at: str | None = None
-    """Its end; of a session that was never finished, when a rank reported last."""
+    """When the session ended. For a session that was never finished: when a rank last reported."""
     launcher: str | None = None
     world_size: int | None = None
     steps: int | None = None
@@ -59,7 +59,7 @@ class _Steps(msgspec.Struct):
 
 
 class _Summary(msgspec.Struct):
-    """What is shown of a summary; the file is checked, as any other program may have written it."""
+    """The shown fields of a summary. The file is checked, because any other program may have written it."""
 
     session: Entry = Entry()
     steps: _Steps = msgspec.field(default_factory=_Steps)
@@ -67,7 +67,7 @@ class _Summary(msgspec.Struct):
 
 
 def entries(out: str, most: int | None = _MOST) -> list[Entry]:
-    """Return the sessions under `out`, the newest `most`: those that run, then the newest first."""
+    """Return the newest `most` sessions under `out`: running ones first, then the newest first."""
     files = sorted(Path(out).glob(f"*/{DATABASE}"), key=_changed_ns, reverse=True)
     folders = [*starting_sessions(Path(out)), *(path.parent for path in files)]
     listed = [_entry(folder) for folder in folders[:most]]
@@ -75,14 +75,14 @@ def entries(out: str, most: int | None = _MOST) -> list[Entry]:
 
 
 def found_in(entry: Entry) -> str:
-    """Return what was found in a session in a few words: "straggler: rank 5 in data"."""
+    """Return the verdict of a session in a few words: "straggler: rank 5 in data"."""
     where = [] if entry.rank is None else [f"rank {entry.rank}"]
     where += [f"in {entry.stage}"] if entry.stage else []
     return text.words(entry.label or text.NA) + (": " if where else "") + " ".join(where)
 
 
 def size_of(folder: Path) -> int:
-    """Return how many bytes all files of a session take, as far as they can be looked at."""
+    """Return the size of all readable files of a session (bytes)."""
     return sum(_size(path) for path in folder.rglob("*"))
 
 
@@ -127,7 +127,10 @@ def _summed_up(path: Path, _changed_ns: int) -> Entry | None:
 
 @lru_cache(2 * _MOST)
 def _from_file(path: Path, _changed_ns: int) -> Entry:
-    """Return what the file itself says, with the verdict of now; nothing of one that cannot be read."""
+    """
+    Return the entry from the session file, with the current verdict. Fields are empty if the file cannot be
+    read.
+    """
     try:
         with SessionFile(path) as file, legible(path):
             meta, ranks = file.meta(), file.ranks()
@@ -149,7 +152,7 @@ def _from_file(path: Path, _changed_ns: int) -> Entry:
 
 
 def _changed_ns(path: Path) -> int:
-    """Return when a file was changed; 0 for one that is not there, or has just been moved away."""
+    """Return when a file was changed (ns); 0 if it does not exist, or has just been moved away."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -157,22 +160,25 @@ def _changed_ns(path: Path) -> int:
 
 
 STARTING = "starting"
-"""Status of a live session that has no file yet."""
+"""Status of a live session that has no session file yet."""
 _LIVE = "running", STARTING
 _FRESH_S = 3600.0
-"""A session that was never finished, and has had rows this recently, may go on where locks do not work."""
+"""
+Age in s. A session that was never finished, and had rows more recently than this, may still run where locks
+do not work.
+"""
 
 
 class Listed(Entry, frozen=True, kw_only=True):
-    """A session, with what it takes; what is not known is None."""
+    """A session with its size and age. Unknown values are None."""
 
     bytes: int
     age_s: float | None
-    """Since something came last."""
+    """Time since the last data arrived (s)."""
 
 
 def listed(out: str, now_ns: int) -> list[Listed]:
-    """Return all sessions under `out`: those that run, then the newest first."""
+    """Return all sessions under `out`: running ones first, then the newest first."""
     listed_sessions = []
     for entry in entries(out, most=None):
         age = None if entry.last_at is None else max(0.0, now_ns / 1e9 - _seconds(entry.last_at))
@@ -191,8 +197,8 @@ def listed(out: str, now_ns: int) -> list[Listed]:
 
 def to_go(sessions: Sequence[Listed], older_s: float | None, keep: int | None) -> list[Listed]:
     """
-    Return those that are older than `older_s` and not among the newest `keep`; None: whatever their age, or
-    place. One that runs, may run, or is of an age that is not known stays.
+    Return the sessions that are older than `older_s` and not among the newest `keep`; None: no such
+    condition. Sessions that run, may run, or have an unknown age stay.
     """
     over = [session for session in sessions if session.status not in _LIVE]
     beyond = over[max(0, (keep or 0) - (len(sessions) - len(over))) :]
@@ -206,7 +212,7 @@ def to_go(sessions: Sequence[Listed], older_s: float | None, keep: int | None) -
 
 
 def render_sessions(sessions: Sequence[Listed], title: str) -> str:
-    """Return sessions as text, each on one line, with its whole name: other programs read it, too."""
+    """Return sessions as text, each on one line with its whole name, because other programs read it too."""
     return page([Table(title, _LISTED, sessions) if sessions else [title]], wrapped=False)
 
 
@@ -216,7 +222,10 @@ def total(sessions: Sequence[Listed]) -> str:
 
 
 def to_json(sessions: Sequence[Listed], chosen: Sequence[Listed] | None = None) -> str:
-    """Return sessions as indented JSON; with `chosen`, whether each of them is to be removed."""
+    """
+    Return sessions as indented JSON. With `chosen`, each has a flag that says whether it
+    will be removed.
+    """
     listed_sessions: list[dict[str, Any]] = msgspec.to_builtins(sessions)
     if chosen is not None:
         paths = {session.path for session in chosen}

@@ -1,6 +1,6 @@
 """
-What machines have to do with a verdict: anomalies of the nodes that it names, from samples in memory or on
-disk; what to do where it names no rank because devices have no clock.
+The part of machines in a verdict: anomalies of the nodes that it names, from samples in memory or on disk. If
+a verdict names no rank because devices have no clock, this module says what to do.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from traceml_ray.store.rank_processes import RankProcess, node_key
 from traceml_ray.wire.messages import CLOSED, DEVICE_CLOCK
 
 _MAX_PEERS = 16
-"""Nodes that are compared with, evenly chosen."""
+"""Largest number of nodes to compare with, evenly chosen."""
 _MAX_EXAMINED = 10
-"""The newest changes of verdict, which come with evidence."""
+"""Largest number of changes of verdict that get evidence; the newest ones."""
 
 
 def reference_rank(verdict: Verdict, ranks: Mapping[int, RankProcess]) -> int | None:
-    """Return the rank whose rows date the verdict's steps; None where the verdict names no rank."""
+    """Return the rank whose rows date the verdict's steps; None if the verdict names no rank."""
     if verdict.meaning.names == "all":
         return min(ranks, default=None)
     return verdict.rank if verdict.rank in ranks else None
@@ -35,14 +35,15 @@ def reference_rank(verdict: Verdict, ranks: Mapping[int, RankProcess]) -> int | 
 @dataclass
 class Machines:
     """
-    The nodes of a run. Args:
+    The nodes of a run.
 
-        between: their samples.
+    Args:
+        between: returns the samples of nodes between two times.
         ranks: the process of each rank of the run.
-        every: the rank processes of the session.
+        every: all rank processes of the session.
         labels: names of the nodes, by `node_key`.
 
-    A node's samples have the time of its own clock, a verdict that of the aggregator's.
+    A node's samples are on its own clock, a verdict is on the aggregator's clock.
     """
 
     between: Between
@@ -52,8 +53,8 @@ class Machines:
 
     def when(self, verdict: Verdict, line: Timeline) -> tuple[int, int] | None:
         """
-        Return the time span of the verdict (ns since the epoch), None where it names no rank, or is unknown.
-        `line` is that of `reference_rank`.
+        Return the time span of the verdict (ns since the epoch); None if it names no rank, or is not known.
+        `line` is the timeline of `reference_rank`.
         """
         rank = reference_rank(verdict, self.ranks)
         if rank is None:
@@ -73,9 +74,9 @@ class Machines:
         self, verdict: Verdict, first_ns: int, last_ns: int, trained_ns: int, since_ns: int | None = None
     ) -> Verdict:
         """
-        Return `verdict` with the anomalies from `first_ns` to `last_ns`. It began at `since_ns` (None:
-        `first_ns`): samples before that are usual where there are no peers, except those before
-        `trained_ns`, the end of warm-up: a job that starts up does other things.
+        Return `verdict` with the anomalies from `first_ns` to `last_ns`. The cause began at `since_ns` (None:
+        `first_ns`). If there are no peers, earlier samples show what is usual, except samples before
+        `trained_ns`, the end of warm-up: a starting job does other work.
         """
         since_ns = first_ns if since_ns is None else since_ns
         all_nodes = verdict.meaning.names == "all"
@@ -109,7 +110,10 @@ class Machines:
         return verdict if evidence is None else msgspec.structs.replace(verdict, machine=evidence)
 
     def with_evidence(self, verdict: Verdict, lines: Mapping[int, Timeline], warmup_steps: int) -> Verdict:
-        """Return a stored `verdict` with the anomalies of its nodes; `lines` are those of the run's ranks."""
+        """
+        Return a stored `verdict` with the anomalies of its nodes. `lines` are the timelines of the run's
+        ranks.
+        """
         rank = reference_rank(verdict, self.ranks)
         if verdict.machine is not None or rank is None or rank not in lines:
             return verdict
@@ -121,7 +125,7 @@ class Machines:
     def newest_with_evidence(
         self, verdicts: Sequence[Verdict], lines: Mapping[int, Timeline], warmup_steps: int
     ) -> list[Verdict]:
-        """Return `verdicts`, the newest of those that name a rank with the anomalies of its nodes."""
+        """Return `verdicts`. The newest of those that name a rank have the anomalies of its nodes."""
         named = [
             index for index, verdict in enumerate(verdicts) if reference_rank(verdict, self.ranks) is not None
         ]
@@ -132,7 +136,10 @@ class Machines:
         ]
 
     def _pids(self, nodes: Iterable[str]) -> dict[str, dict[int, int | None]]:
-        """Return, by node, the ranks of the run (None: of another, or of an earlier process) by pid."""
+        """
+        Return the processes on each node: node → pid → rank of the run (None: of another run, or an earlier
+        process).
+        """
         pids: dict[str, dict[int, int | None]] = {node: {} for node in nodes}
         for process in self.every:
             if process.identity is not None and node_key(process) in pids and process.identity.pid > 1:
@@ -148,13 +155,13 @@ _TURN_ON = (
     f"default it is not read in steps that are shorter than {SHORTEST_STEP_NS // 1_000_000} ms."
 )
 _OTHERWISE = {"tp", "pp"}
-"""Ranks that depend on each other in another way, with a device clock or without."""
+"""Ways in which ranks depend on each other, with a device clock or without."""
 
 
 def with_advice(verdict: Verdict, processes: Iterable[RankProcess]) -> Verdict:
     """
-    Return `verdict`, that of CUDA ranks with how to have them judged, or why they are not; and with what it
-    is not of, where device clocks have ended themselves.
+    Return `verdict`. For CUDA ranks it says how to have them judged, or why they are not. If device clocks
+    have stopped themselves, it says what it does not cover.
     """
     all_processes = [*processes]
     verdict = msgspec.structs.replace(
@@ -171,7 +178,10 @@ def with_advice(verdict: Verdict, processes: Iterable[RankProcess]) -> Verdict:
 
 
 def _closed(processes: Sequence[RankProcess]) -> str:
-    """Return which ranks' device clocks have ended themselves, the first with its step and reason; or ""."""
+    """
+    Return the ranks whose device clocks have stopped themselves, the first with its step
+    and reason; or "".
+    """
     closed = {
         process.identity.global_rank: why.removeprefix(CLOSED).strip()
         for process in processes

@@ -1,4 +1,7 @@
-"""Says who, when and why of an incident: `manifest.json` of its bundle, and the stacks in it."""
+"""
+The manifest of an incident, `manifest.json` of its bundle: which ranks are concerned, when and why. Also the
+stacks in the bundle.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,14 @@ from traceml_ray.store.bundles import FOLDER, REASONS, BundleCause, Manifest, Re
 from traceml_ray.store.results import BundleInfo, EventRow
 
 _STACKS_NS = 60_000_000_000
-"""Stacks that are so much older than the first cause are not of the incident: a hang is known late."""
+"""
+Largest age of stacks before the first cause, in ns. Older ones do not belong to the incident. A hang is
+noticed late.
+"""
 
 
 def reason_of(death: Death) -> Reason:
-    """Return how a rank died as the reason of a bundle."""
+    """Return the death of a rank as the reason of a bundle."""
     if death.out_of_memory:
         return "oom"
     return "exception" if death.message or (death.exit_code or -1) > 0 else "killed"
@@ -34,13 +40,13 @@ def manifest_of(
     facts: RunFacts, causes: Sequence[BundleCause], session: str, settings: Mapping[str, str]
 ) -> Manifest:
     """
-    Return the manifest of an incident with those `causes`, one or more, as far as it is known now.
+    Return the manifest of an incident with one or more `causes`, with the facts known now.
 
     Args:
-        facts: of the run that they are of.
-        causes: in order of arrival.
-        session: its name.
-        settings: of the session, that are not as by default.
+        facts: facts of the causes' run.
+        causes: causes in order of arrival.
+        session: name of the session.
+        settings: settings of the session that differ from the defaults.
     """
     all_deaths = facts.deaths if any(cause.fatal for cause in causes) else []
     head = _of_death(facts, all_deaths) if all_deaths else _of_cause(facts, causes)
@@ -67,7 +73,7 @@ def manifest_of(
 
 
 def _of_death(facts: RunFacts, all_deaths: list[Death]) -> dict[str, Any]:
-    """Return what names the first death."""
+    """Return the fields of a manifest that describe the first death."""
     death = culprits(all_deaths)[0]
     why = headline(all_deaths, lambda one: facts.node_of(one.rank), facts.ranks, facts.world_size).why
     return {
@@ -83,7 +89,7 @@ def _of_death(facts: RunFacts, all_deaths: list[Death]) -> dict[str, Any]:
 
 
 def _of_cause(facts: RunFacts, causes: Sequence[BundleCause]) -> dict[str, Any]:
-    """Return what names the cause that counts most."""
+    """Return the fields of a manifest that describe the most important cause."""
     cause = min(causes, key=lambda cause: REASONS.index(cause.reason))
     return {
         "reason": cause.reason,
@@ -98,7 +104,7 @@ def _of_cause(facts: RunFacts, causes: Sequence[BundleCause]) -> dict[str, Any]:
 
 
 def stacks_of(facts: RunFacts, t_ns: int) -> str:
-    """Return the newest stacks of each rank since shortly before `t_ns`, as text; "" where there are none."""
+    """Return the newest stacks of each rank since shortly before `t_ns`, as text; "" if there are none."""
     newest: dict[int, EventRow] = {}
     for event in facts.events:
         if event.kind == "stacks" and event.t_ns > t_ns - _STACKS_NS and event.rank is not None:
@@ -113,7 +119,7 @@ def stacks_of(facts: RunFacts, t_ns: int) -> str:
 
 
 def bundle_infos(folder: Path) -> list[BundleInfo]:
-    """Return what is to be said of the bundles in a session folder, the oldest first."""
+    """Return the bundles in a session folder, the oldest first."""
     return [
         BundleInfo(
             name=bundle.path.name,

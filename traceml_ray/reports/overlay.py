@@ -1,6 +1,6 @@
 """
-Up to eight runs over each other: a table with a row for each, and their lines in common charts; as text, as
-data and as sections of a page.
+Compares up to eight runs: a table with a row for each run, and charts with the lines of all runs. Rendered as
+text, as data and as sections of a page.
 """
 
 from __future__ import annotations
@@ -41,41 +41,41 @@ from traceml_ray.store.schema import legible
 
 SCHEMA = "traceml_ray/runs/1"
 NAMES = "ABCDEFGH"
-"""Names of the runs, in the order in which they were given; there are no more."""
+"""Names of the runs, in the order in which they were given. Their number is the largest number of runs."""
 X_AXES = "step", "time"
-"""What lines are drawn over: the steps of each run, or the time since its first step."""
+"""X axes of the lines: the steps of each run, or the time since its first step."""
 _MOST_CHARTS = 8
-"""Logged numbers that are drawn."""
+"""Largest number of logged numbers that are drawn."""
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of one of several runs; ms, bytes, %. What is not known is None."""
+    """The numbers of one of several runs; ms, bytes, %. Unknown values are None."""
 
     name: str
-    """Letter of it: A is the one that the others are compared with."""
+    """Letter of the run. The others are compared with A."""
     session: str | None
     run: str | None
     status: str | None
     world_size: int | None
     verdict: str | None
-    """What was found in it, in one line."""
+    """Verdict on the run, in one line."""
     steps: int
-    """Number of steps that the numbers are of."""
+    """Number of steps that the numbers cover."""
     step_ms: float | None
-    """Mean time of a step."""
+    """Mean time of a step (ms)."""
     median_ms: float | None
-    """Median time of a step."""
+    """Median time of a step (ms)."""
     stages_ms: dict[str, float]
-    """Stage → mean exposed time of a step; empty where it is not known."""
+    """Mean exposed time of each stage in a step: stage → ms; empty if not known."""
     steps_per_s: float | None
     host_bytes: float | None
-    """Largest host memory of a rank."""
+    """Largest host memory of a rank (bytes)."""
     device_bytes: float | None
-    """Largest memory that a rank has allocated on a device."""
+    """Largest memory that a rank has allocated on a device (bytes)."""
     word: Word | None = None
-    """Whether it is better or worse than A; None of A itself, and where that cannot be said."""
+    """Whether the run is better or worse than A; None for A itself, and if that cannot be judged."""
     change_pct: float | None = None
-    """By how much it is worse than A, in % of a step of A."""
+    """How much worse the run is than A, in % of a step of A."""
 
 
 class RunTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,27 +84,27 @@ class RunTable(msgspec.Struct, frozen=True, kw_only=True):
     schema: str = SCHEMA
     runs: list[RunRow]
     comparisons: list[Comparison]
-    """How each of the others differs from the first, in their order."""
+    """The comparison of each other run with the first, in their order."""
 
 
 class OverlaidRun(NamedTuple):
-    """All that is shown of one of several runs."""
+    """All shown data of one of several runs."""
 
     known: Known
     columns: StepColumns | None
-    """What is drawn step by step."""
+    """Data of the charts by step; None: not known."""
     clock: StepClock | None
-    """When its steps were over; None: not known."""
+    """When the run's steps were over; None: not known."""
     logged: Sequence[LoggedMetric]
-    """What its script has logged."""
+    """Numbers that the run's script has logged."""
 
 
 def stored_runs(
     names: Sequence[str | os.PathLike[str]], runs: Sequence[str | None], settings: Settings
 ) -> list[OverlaidRun]:
     """
-    Return what the files of sessions answer; `runs` are ids or names, None the newest of its session. Raises
-    `SessionError` for more than eight, else as `comparison.compare`.
+    Return the answers from the files of sessions. `runs` are ids or names; None: the newest run of its
+    session. Raises `SessionError` for more than eight, otherwise like `comparison.compare`.
     """
     refuse_too_many(len(names))
     overlaid = []
@@ -120,7 +120,7 @@ def stored_runs(
 
 
 def refuse_too_many(count: int) -> None:
-    """Raise `SessionError` where runs are too many to be told apart."""
+    """Raise `SessionError` if there are too many runs to distinguish."""
     if count > len(NAMES):
         more = count - len(NAMES)
         raise session.SessionError(
@@ -130,7 +130,7 @@ def refuse_too_many(count: int) -> None:
 
 
 def ask_run(send: Callable[[bytes], bytes], run: str | None = None) -> OverlaidRun:
-    """Return what `send` answers about one session. Raises as `query.ask`."""
+    """Return the answers that `send` gives about one session. Raises like `query.ask`."""
     known = ask_side(send, run)  # it has read all steps
     columns = query.ask_one(send, query.GetColumns(run, whole=True))
     timeline: RunTimeline | None = query.ask_one(send, query.GetTimeline(run))
@@ -139,7 +139,7 @@ def ask_run(send: Callable[[bytes], bytes], run: str | None = None) -> OverlaidR
 
 
 def table_of(runs: Sequence[OverlaidRun], limits: CompareLimits = COMPARE) -> RunTable:
-    """Return the numbers of runs, and how each of them differs from the first."""
+    """Return the numbers of the runs, and the comparison of each with the first."""
     first, *others = runs
     comparisons = [compared(first.known, other.known, limits) for other in others]
     return RunTable(
@@ -174,19 +174,19 @@ def _row(name: str, known: Known, comparison: Comparison | None) -> RunRow:
 
 
 def _largest(known: Known, what: str) -> float | None:
-    """Return the largest sample of all ranks and devices; None without any."""
+    """Return the largest sample of all ranks and devices; None if there is none."""
     return max(
         (float(series.samples.max()) for series in known.memory[what] if len(series.samples)), default=None
     )
 
 
 def to_json(table: RunTable) -> str:
-    """Return it as indented JSON with a line break at the end."""
+    """Return the table as indented JSON with a line break at the end."""
     return msgspec.json.format(msgspec.json.encode(table), indent=2).decode() + "\n"
 
 
 def render(table: RunTable) -> str:
-    """Return runs as text: which they are, and a table."""
+    """Return the runs as text: a list of the runs, and a table."""
     return page([*_about(table), runs_table(table, named=False), stages_table(table), *_notes(table)])
 
 
@@ -206,13 +206,13 @@ def _notes(table: RunTable) -> list[Block]:
 
 
 def headlines(table: RunTable) -> list[str]:
-    """Return how each of the others differs from A, in a sentence."""
+    """Return the difference of each other run from A, each in a sentence."""
     named = zip(NAMES[1:], table.comparisons, strict=False)
     return [f"{name}: {_headline(name, comparison)}" for name, comparison in named]
 
 
 def _headline(name: str, comparison: Comparison) -> str:
-    """Return it with the name of the run, which is B where there are two."""
+    """Return the headline of a comparison with the name of the run. With two runs it is B."""
     headline = comparison.headline
     return re.sub(r"\bB\b", name, headline) if comparison.word is None else headline
 
@@ -233,7 +233,7 @@ _WHICH = [
 
 
 def runs_table(table: RunTable, *, named: bool = True) -> Table:
-    """Return the numbers of runs, a row for each; `named`: with its session and its verdict."""
+    """Return the numbers of the runs, one row for each. `named`: with its session and its verdict."""
     columns = [*(_WHICH if named else _WHICH[:1]), *_STEP]
     note = "Against A: in % of a step of A. Memory: the largest sample of a rank."
     return Table("Runs", columns, table.runs, note)
@@ -263,7 +263,7 @@ def as_page(runs: Sequence[OverlaidRun], table: RunTable) -> bytes:
 
 
 def sections(runs: Sequence[OverlaidRun], table: RunTable) -> list[Section]:
-    """Return the tables of runs, and their lines over each other, as sections of a page."""
+    """Return the tables of the runs, and their lines in common charts, as sections of a page."""
     drawn = charts(runs)
     return [
         Section(blocks=_notes(table), title="Compared with A"),
@@ -274,7 +274,7 @@ def sections(runs: Sequence[OverlaidRun], table: RunTable) -> list[Section]:
 
 
 def charts(runs: Sequence[OverlaidRun]) -> list[Overlay]:
-    """Return the time of a step of all runs, and what their scripts have logged, over each other."""
+    """Return charts of all runs: the time of a step, and the numbers that their scripts have logged."""
     drawn = [column_chart(runs, "Step time", "ms", "step_ms")]
     names = dict.fromkeys(metric.name for run in runs for metric in run.logged if len(metric.line))
     for name in [*names][:_MOST_CHARTS]:
@@ -286,7 +286,7 @@ def charts(runs: Sequence[OverlaidRun]) -> list[Overlay]:
 
 
 def column_chart(runs: Sequence[OverlaidRun], label: str, unit: str, column: str) -> Overlay:
-    """Return a field of `StepColumns` of all runs over each other."""
+    """Return a chart of a field of `StepColumns` for all runs."""
     values = [(run.columns.last, getattr(run.columns, column)) if run.columns else None for run in runs]
     return Overlay(label, unit, _lines(runs, values), from_zero=True)
 
@@ -294,7 +294,7 @@ def column_chart(runs: Sequence[OverlaidRun], label: str, unit: str, column: str
 def _lines(
     runs: Sequence[OverlaidRun], values: Sequence[tuple[Array, Array] | None]
 ) -> Mapping[str, Sequence[OverlaidLine]]:
-    """Return a line for each run that has values, (steps, values), over each of `X_AXES`."""
+    """Return a line for each run that has values (steps, values), over each of `X_AXES`."""
     lines: dict[str, list[OverlaidLine]] = {axis: [] for axis in X_AXES}
     for name, run, both, style in zip(NAMES, runs, values, drawing.RUN_STYLES, strict=False):
         if both is None:
@@ -312,8 +312,8 @@ def _lines(
 
 def any_worse(table: RunTable, percent: float) -> bool | None:
     """
-    Return whether one of the runs is worse than the first by `percent` of a step or more; None where that
-    cannot be said of one of them.
+    Return whether one of the runs is worse than the first by `percent` of a step or more; None if one of them
+    cannot be judged.
     """
     if any(regressed(comparison, percent) for comparison in table.comparisons):
         return True

@@ -1,6 +1,6 @@
 """
-Puts `report.html` together: one file of at most 2 MB that needs no network, and no script: the one that it
-has shows moments in the timezone of the reader.
+Builds `report.html`: one file of at most 2 MB that needs no network. It also works without its only script,
+which shows moments in the timezone of the reader.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from traceml_ray.store.summary_shape import Summary
 
 MAX_BYTES = 2_000_000
 _SPARE = 2_000
-"""For what is said in place of parts that are left out."""
+"""Bytes reserved for the notes that replace left-out parts."""
 _MAX_FINDINGS, _MAX_ALSO = 12, 4
 _PARTS = {
     "The findings": ("findings",),
@@ -60,8 +60,8 @@ _TONES = {
 
 def render(chart_data: ChartData, folder: Path) -> bytes:
     """
-    Return the page of the session in `folder`. A part that would make it larger than `MAX_BYTES` is left out,
-    which it says; the first ones are what people read first.
+    Return the page of the session in `folder`. A part that would make the page larger than `MAX_BYTES` is
+    left out, and a note says so. The parts come in order of reading.
     """
     with timezone_of("UTC"):
         return _render(chart_data, folder)
@@ -82,7 +82,7 @@ def _render(chart_data: ChartData, folder: Path) -> bytes:
 
 
 def page_of_sections(title: str, heading: str, sections: Iterable[Section]) -> bytes:
-    """Return a page with sections that are of no single session; `heading` is above them."""
+    """Return a page with sections that do not belong to a single session, below `heading`."""
     with timezone_of("UTC"):
         about = tag("header", tag("h1", "traceml-ray · ", tag("b", heading)))
         return _whole(_head(title), about, tag("main", [section(made) for made in sections]))
@@ -125,7 +125,10 @@ def _asset(name: str) -> Markup:
 
 
 def _digest(asset: Markup) -> str:
-    """Return how a policy names what is in the page, so that nothing else of its kind is allowed."""
+    """
+    Return the digest by which the content security policy allows this part of the page, and nothing else of
+    its kind.
+    """
     return f"sha256-{b64encode(hashlib.sha256(asset.encode()).digest()).decode()}"
 
 
@@ -137,14 +140,17 @@ def _foot() -> Markup:
 
 
 def _heading(summary: Summary) -> Markup:
-    """Return which session this is of."""
+    """Return the heading that names the session."""
     name = tag("h1", "traceml-ray · session ", tag("b", str(summary.session.id)))
     lines = [" · ".join(about_session(summary)), *run_of(summary.runs, summary.run)]
     return tag("header", name, (tag("p", line) for line in lines))
 
 
 def verdict_box(chart_data: ChartData) -> Markup:
-    """Return the verdict: what, why, what to do; what it costs and how sure it is; how much that is of."""
+    """
+    Return the box of the verdict: the finding, its reason, what to do, its cost, its confidence, and the data
+    it covers.
+    """
     summary = chart_data.summary
     one, first = summary.verdict, summary.conclusion
     is_first = first.subject == "steps"
@@ -176,7 +182,7 @@ def verdict_box(chart_data: ChartData) -> Markup:
 
 
 def _cost(summary: Summary, episode: TimedEpisode | None) -> list[Markup]:
-    """Return what the cause that is named costs, and how sure it is."""
+    """Return the cost of the named cause, and the confidence."""
     one = summary.verdict
     shown = []
     if one.cost_pct and one.label != "healthy":
@@ -189,7 +195,7 @@ def _cost(summary: Summary, episode: TimedEpisode | None) -> list[Markup]:
 
 
 def _coverage(chart_data: ChartData) -> str:
-    """Return of how many ranks this is, and of when."""
+    """Return how many ranks the report covers, and its time."""
     summary = chart_data.summary
     world, silent = summary.session.world_size, summary.session.silent_ranks
     newest = max((rank.last_seen for rank in summary.ranks.values() if rank.last_seen), default=None)

@@ -1,7 +1,7 @@
 """
-Profiles as text: what was captured of whom, what it cost, and why some ranks have none.
+Profiles as text: the captured ranks, the cost, and why some ranks have no trace.
 
-Tables of what profiles hold, as a terminal shows them.
+Also the tables of the contents of profiles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from traceml_ray.traces.key_averages import Operation
 
 
 def profiles_block(folder: Path, run: str | None) -> list[ProfileFound]:
-    """Return the profiles of a run as the summary lists them, without those where nothing was captured."""
+    """Return the profiles of a run for the summary. Profiles without a captured rank are left out."""
     return [
         ProfileFound(
             **{name: getattr(one, name) for name in _LISTED}, ranks=[rank.rank for rank in one.captured]
@@ -34,7 +34,10 @@ _LISTED = [name for name in ProfileFound.__struct_fields__ if name != "ranks"]
 
 
 def by_operation(summary: Summary) -> list[str]:
-    """Return what a profile has found of a rank that the verdict names, of its stage if one has."""
+    """
+    Return what a profile has found about a rank that the verdict names. A profile of the verdict's stage is
+    preferred.
+    """
     verdict = summary.verdict
     matching = [one for one in summary.profiles if one.suspect in verdict.ranks and one.found]
     if not matching:
@@ -44,13 +47,13 @@ def by_operation(summary: Summary) -> list[str]:
 
 
 def profile_facts(summary: Summary) -> Facts:
-    """Return the part of the report that says which operations make the rank late."""
+    """Return the part of the report that names the operations that make the rank late."""
     sentences = by_operation(summary)
     return Facts.listed("Operation", sentences)
 
 
 def profile_columns(runs: Mapping[str, str]) -> list[Column]:
-    """Return the columns of `ProfileInfo`s; `runs`: names of the runs of the session, by id."""
+    """Return the columns of a table of `ProfileInfo`s. `runs`: id → name of each run of the session."""
     return [
         Column(
             "asked for",
@@ -85,12 +88,12 @@ def _cost(what: str, info: ProfileInfo) -> float | None:
 
 
 def most_cost(profile: Profile, what: str) -> float | None:
-    """Return what starting, stopping or exporting has cost the rank that it cost most, ms."""
+    """Return the time of starting, stopping or exporting on the rank where it took longest, ms."""
     return max(filter(None, (getattr(rank, f"{what}_ms") for rank in profile.captured)), default=None)
 
 
 def step_cost(profile: Profile) -> float | None:
-    """Return what it has cost the rank that it cost most, ms for each step that was recorded."""
+    """Return the cost per recorded step on the rank where it was largest, ms."""
     costs = [
         sum(filter(None, (rank.start_ms, rank.stop_ms, rank.export_ms))) / len(rank.steps)
         for rank in profile.captured
@@ -100,7 +103,7 @@ def step_cost(profile: Profile) -> float | None:
 
 
 def reasons(profile: Profile) -> str:
-    """Return why ranks have no trace: "rank 1: it ended"; ranks with the same reason together."""
+    """Return why ranks have no trace: "rank 1: it ended". Ranks with the same reason are listed together."""
     lacking: dict[str, list[int]] = {}
     for rank in profile.ranks:
         if rank.state != "captured":
@@ -148,7 +151,7 @@ def _step(one: RankProfile) -> Link | None:
 
 
 def render_profile(profile: Profile, path: Path) -> str:
-    """Return what became of each rank of a profile."""
+    """Return the result of a profile on each rank as text."""
     names = "rank", "node", "state", "trace", "start", "stop", "export", "why not"
     title = f"Profile {profile.id}: {profile.extent}"
     lines = [f"nothing was captured: {profile.error}"] if profile.error else []
@@ -177,12 +180,15 @@ OPERATIONS = [
 
 
 def render_operations(title: str, operations: Sequence[Operation]) -> str:
-    """Return a table of operations; columns of what was not recorded are left out."""
+    """Return a table of operations. Columns of values that were not recorded are left out."""
     return page([Table(title, OPERATIONS, operations) if operations else [f"{title}: none"]])
 
 
 def compared_columns(difference: Difference, rows: Sequence[Compared]) -> list[Column]:
-    """Return the columns of what one rank does more of than others; those of a device where there was one."""
+    """
+    Return the columns for the operations that one rank does more of than others. Columns of the device are
+    left out if there was none.
+    """
     others = f"rank {difference.others[0]}" if len(difference.others) == 1 else "median"
     device = any(one.self_device_ms is not None for one in rows)
     of_device = [
@@ -221,6 +227,9 @@ def difference_tables(difference: Difference, top: int) -> list[Table]:
 
 
 def render_difference(difference: Difference, top: int = 15) -> str:
-    """Return what one rank does more of than others: sentences, then the operations that explain most."""
+    """
+    Return what one rank does more of than others, as text: sentences, then the operations
+    that explain most.
+    """
     sentences = [sentence[0].upper() + sentence[1:] for sentence in difference.sentences]
     return page([sentences, *difference_tables(difference, top)])

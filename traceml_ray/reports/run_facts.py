@@ -1,4 +1,7 @@
-"""The parts of a report that are not about steps: who ran where, how ranks ended, memory, events."""
+"""
+The parts of a report that are not about steps: the nodes of the ranks, the ends of ranks,
+memory, events.
+"""
 
 from __future__ import annotations
 
@@ -43,19 +46,20 @@ class RunFacts:
         self.meta = session.meta()
         self.runs = session.runs()
         run = session.run_id()
+        """The entry of `runs` that the summary covers; empty if there is no run."""
         self.run: dict[str, Any] = next((entry for entry in self.runs if entry["id"] == run), {})
         """The one of `runs` that the summary is of; empty before any."""
         self.every = session.processes()
         self.processes = of_run(self.every, run)
-        """Those of the run."""
+        """Rank processes of the run."""
         self.ranks = current_ranks(self.processes)
         self.nodes = {node.node_id: node for node in session.cluster()}
         self.labels = label_nodes(self.nodes.values(), self.every)
-        """How nodes are shown, by `node_key`."""
+        """Labels of the nodes, by `node_key`."""
         self.events = session.events()[0]
 
     def fact(self, name: str) -> Any:
-        """What is known of the run; of the session, before it has any."""
+        """Return a fact of the run. If there is no run yet, return the fact of the session."""
         return (self.run or self.meta).get(name)
 
     @cached_property
@@ -75,7 +79,7 @@ class RunFacts:
 
     @property
     def failures(self) -> list[dict[str, Any]]:
-        """How ranks of the run ended badly, as the launcher saw it; the time is of the aggregator's clock."""
+        """Failures of the run's ranks that the launcher saw. Times are on the aggregator's clock."""
         who = {(s.rank, s.identity.pid): s.identity for s in self.every if s.identity}
         runs = {key: identity.job_id for key, identity in who.items()}
         run_id = self.run.get("id")
@@ -85,7 +89,7 @@ class RunFacts:
         return [{**f, "t_ns": f["t_ns"] + self._offset(who.get((f["rank"], f["pid"])))} for f in kept]
 
     def _offset(self, identity: RankIdentity | None) -> int:
-        """Return what is added to a time of the rank's node to have it on the aggregator's clock."""
+        """Return the offset to add to a time of the rank's node to get the aggregator's time (ns)."""
         node = self.nodes.get(identity.node_id or "") if identity else None
         return node.correction_ns if node else 0
 
@@ -95,19 +99,22 @@ class RunFacts:
         return deaths(self.failures, self.events, self.processes, failed=self.fact("status") == "failed")
 
     def processes_of(self, ranks: Iterable[int], all_deaths: Iterable[Death]) -> dict[int, RankProcess]:
-        """Return the process of each of `ranks` that is known, of one that died the process that did."""
+        """
+        Return the process of each known rank of `ranks`. For a rank that died, it is the
+        process that died.
+        """
         died = {death.rank: death.process for death in all_deaths}
         processes = {rank: died.get(rank) or self.ranks.get(rank) for rank in ranks}
         return {rank: process for rank, process in processes.items() if process is not None}
 
     def node_of(self, rank: int) -> str | None:
-        """The rank's node as it is shown."""
+        """Label of the rank's node; None: not known."""
         process = self.ranks.get(rank)
         return self.labels[node_key(process)] if process else None
 
 
 def session_block(facts: RunFacts) -> SummarySession:
-    """Return what the summary says of the session as a whole."""
+    """Return the part of the summary about the session as a whole."""
     meta, nodes = facts.meta, _nodes(facts)
     return SummarySession(
         id=meta.get("session"),
@@ -127,9 +134,9 @@ def session_block(facts: RunFacts) -> SummarySession:
 
 def _nodes(facts: RunFacts) -> list[SummaryNode]:
     """
-    Return the nodes that the run's ranks are on, then those that it lost before. Their numbers are what
-    the ranks report where that can be (one number a node, and no number twice), else the order of the
-    lowest ranks.
+    Return the nodes that the run's ranks are on, then those that the run lost before. Their numbers are those
+    that the ranks report, if each node has one number and no number occurs twice; otherwise they follow the
+    order of the lowest ranks.
     """
     ranks: dict[str, list[int]] = {}
     claimed: dict[str, set[int]] = {}
@@ -166,7 +173,7 @@ def _is_lost(facts: RunFacts, key: str) -> bool:
 
 
 def deaths_of(facts: RunFacts) -> list[DeathInfo]:
-    """Return how ranks of the run died, the first cause first."""
+    """Return the deaths of ranks of the run, the first cause first."""
     all_deaths = facts.deaths
     first = culprits(all_deaths) if all_deaths else []
     return [_death(death, death in first) for death in [*first, *(d for d in all_deaths if d not in first)]]
@@ -238,7 +245,10 @@ def _event(event: EventRow, facts: RunFacts) -> EventInfo:
 
 
 def alike(facts: RunFacts, values_of: Callable[[RankProcess], Mapping[str, str]]) -> list[dict[str, Any]]:
-    """Return what processes say by name, with the ranks that say the same."""
+    """
+    Return the values that the ranks' processes report, by name, with the ranks that
+    report the same values.
+    """
     ranks_of_values: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for rank, process in facts.ranks.items():
         if values := values_of(process):
@@ -248,9 +258,10 @@ def alike(facts: RunFacts, values_of: Callable[[RankProcess], Mapping[str, str]]
 
 def overhead_of(processes: Iterable[RankProcess]) -> RankOverhead:
     """
-    Return what the monitor cost the rank that it cost most, each figure by itself.
+    Return the cost of the monitor, each figure for the rank where it is largest.
 
-    A batch counts what was measured and sent before it: of a process with a single one, 0 is "not known".
+    A batch reports what was measured and sent before it. For a process with a single batch, 0 therefore means
+    "not known".
     """
     marks, cpu, sent = [], [], []
     for process in processes:

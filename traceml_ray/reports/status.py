@@ -24,8 +24,8 @@ Send = Callable[[bytes], bytes]
 
 def render_status(send: Send, folder: Path, holder: int | None, now: int) -> str:
     """
-    Return the status of the session in `folder`, as `send` answers; `holder` is the pid of who holds it, if
-    that lives, `now` the wall clock in ns. Raises `QueryError`.
+    Return the status of the session in `folder` as text, from the answers of `send`. `holder` is the pid of
+    the process that holds the session, if it lives. `now` is the wall clock in ns. Raises `QueryError`.
     """
     status, verdict, runs, ranks, nodes, processes, ledger = _ask(send)
     labels = _labels(nodes)
@@ -49,13 +49,13 @@ def render_status(send: Send, folder: Path, holder: int | None, now: int) -> str
 
 
 def render_start(folder: Path, live: Live) -> str:
-    """Return the status of a live session that has no file yet."""
+    """Return the status of a live session that has no session file yet, as text."""
     state = "starting" if live.monitor != "failed" else "no live monitor"
     return page([[f"{folder}: {state} (launcher pid {live.pid})"], [start_text(live)]])
 
 
 def start_json(folder: Path, live: Live) -> str:
-    """Return the same as indented JSON."""
+    """Return the status of a live session that has no session file yet, as indented JSON."""
     state = "starting" if live.monitor != "failed" else "running"
     document = {
         "session": folder.name,
@@ -70,7 +70,10 @@ def start_json(folder: Path, live: Live) -> str:
 
 
 def status_json(send: Send, folder: Path, holder: int | None, now: int) -> str:
-    """Return the same as indented JSON; what is not known is null. Arguments as of `render_status`."""
+    """
+    Return the status of a session as indented JSON; unknown values are null. Arguments are as for
+    `render_status`.
+    """
     status, verdict, runs, ranks, nodes, processes, ledger = _ask(send)
     labels = _labels(nodes)
     errors, missing = _counted(status.errors, nodes, processes)
@@ -127,7 +130,7 @@ def _labels(nodes: list[NodeInfo]) -> dict[str, str]:
 def _counted(
     aggregator_errors: dict[str, int], nodes: list[NodeInfo], processes: list[RankProcess]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return how often each error was swallowed, and of how many processes each thing was not measured."""
+    """Return how often each error was swallowed, and for how many processes each measurement is missing."""
     errors = _errors(aggregator_errors, nodes, processes)
     missing = Counter(f"{name}: {why}" for process in processes for name, why in process.missing.items())
     for place in [place for place in errors if NOT_MEASURED in place]:
@@ -163,7 +166,7 @@ def _ranks(ranks: Mapping[int, RankProcess], labels: Mapping[str, str], now: int
 def _errors(
     aggregator_errors: dict[str, int], nodes: list[NodeInfo], processes: list[RankProcess]
 ) -> dict[str, int]:
-    """Return the swallowed errors by source and place; a rank's are those of all its processes."""
+    """Return the swallowed errors by source and place. A rank's errors are those of all its processes."""
     sources = [("aggregator", aggregator_errors)]
     sources += [(f"relay of {node.hostname}", node.errors) for node in nodes]
     sources += [(f"rank {process.rank}", process.errors) for process in processes]

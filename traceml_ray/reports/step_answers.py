@@ -1,6 +1,6 @@
 """
-What is answered about steps, live and stored, by one function for each question: from a step history, and
-of one step of all ranks from the session file.
+Answers about steps, live and stored, with one function for each question. They come from a step history; the
+answer about one step of all ranks comes from the session file.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _part(asked: query.GetTimes | query.GetRankTimes) -> Between | None:
 
 
 def _between(asked: Any, newest: bool) -> Between | None:
-    """Return the part of the run that is asked for; None: its newest steps."""
+    """Return the requested part of the run; None: its newest steps."""
     if newest:
         return None
     return Between(asked.first or 0, ALL.last if asked.last is None else asked.last)
@@ -85,7 +85,7 @@ OF_STEPS: dict[type[Request[Any]], Callable[[RunSteps, Any, bool], Any]] = {
 
 
 def step_of(session: SessionFile, step: int) -> OneStep:
-    """Return a step, stage by stage. Raises `SessionFileError`."""
+    """Return one step of all ranks, stage by stage. Raises `SessionFileError`."""
     ranks = session.ranks()
     numbers = {process.id: rank for rank, process in ranks.items() if process.stored}
     rows_of_rank, flagged = {}, {}
@@ -114,12 +114,12 @@ def step_of(session: SessionFile, step: int) -> OneStep:
 
 
 def _arrival(rows: Float, flags: UInt8) -> float:
-    """Return when a rank was done with all but its last exchange, ms; NaN where that cannot be told."""
+    """Return when a rank reached its last exchange, ms; NaN if that cannot be determined."""
     return np.nan if flags & FLAG_NO_SPLIT else float(rows.sum() - rows[-1, SYNC_WAIT])
 
 
 def _latest(ranks: list[int], arrived: Float) -> list[int]:
-    """Return the ranks whose spans are wanted: in a large job those that came last."""
+    """Return the ranks whose spans are returned. In a large job these are the ranks that came last."""
     return [ranks[index] for index in np.argsort(-np.nan_to_num(arrived), kind="stable")[:MAX_PEERS]]
 
 

@@ -1,6 +1,6 @@
 """
-What a report takes from the rows of a run, however long: they are read once, into its step history; the
-rows of its first steps, the named spans of its stages, and why ranks are late.
+The data that a report takes from the rows of a run of any length. The rows are read once, into a step
+history. Also reads the rows of the first steps and the named spans of stages, and finds why ranks are late.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from traceml_ray.store.step_shapes import SpanTimes
 from traceml_ray.store.summary_shape import SpanStatistics
 
 MAX_ROWS = 2_000_000
-"""Of more rows (steps × ranks) a report of the newest is made first."""
+"""Number of rows (steps × ranks) above which a report of the newest rows is made first."""
 PIECE_ROWS = 500_000
-"""Rows that are read at a time."""
+"""Number of rows read at a time."""
 
 
 class StoredTotals:
     """
-    A run of the processes `ranks`, reduced. Of the rows `folded`, by rank, there are only sums: `history`
-    knows nothing of them.
+    The reduction of a run with the processes `ranks`. Of the compacted rows `folded` (by rank) only sums
+    exist; `history` does not include them.
     """
 
     def __init__(self, run: Reduction, ranks: Sequence[RankRows], folded: Mapping[int, Folded]) -> None:
@@ -47,17 +47,17 @@ class StoredTotals:
         self.judged = run.replay.done()
         self._sample = self.judged.sample()
         self.stats = run.history.stats()
-        """None where there are none."""
+        """Statistics of the steps; None if there are no steps."""
         self.read = run.rows - len(ranks) * run.history.left_out
-        """Rows that statistics and verdicts are of."""
+        """Number of rows that statistics and verdicts cover."""
         self.counted = run.rows + sum(int(sums.counts.sum()) for sums in folded.values())
-        """Rows that `counts` and `mean_ns` are of."""
+        """Number of rows that `counts` and `mean_ns` cover."""
         self.counts = run.history.counts()
-        """How many steps each rank has."""
+        """Number of steps of each rank."""
         self.timed = run.history.timed()
-        """Share (0..1) of these in which a device's clock was read, where it goes on."""
+        """Share (0..1) of the steps in which a device's clock was read, for a clock that is still running."""
         self.lines = {rank_rows.rank: run.history.timeline(rank_rows.rank) for rank_rows in ranks}
-        """When the steps of each were."""
+        """Timeline of the steps of each rank."""
         known = [line for line in self.lines.values() if len(line.first)]
         self.first_step = min((int(line.first[0]) for line in known), default=0)
         self.last_step = max((int(line.last[-1]) for line in known), default=0)
@@ -65,19 +65,22 @@ class StoredTotals:
             self._add(rank, sums)
 
     def mean_ns(self) -> float:
-        """Return how long a step was on average, warm-up included; NaN without any."""
+        """Return the mean time of a step, warm-up included (ns); NaN without any step."""
         means = [line.took.sum() / count for rank, line in self.lines.items() if (count := self.counts[rank])]
         return float(np.mean(means)) if means else np.nan
 
     def window(self, verdict: Verdict) -> Window:
-        """Return the steps of a verdict that names a rank, as far as they are there one by one or in sums."""
+        """Return the steps of a verdict that names a rank, as far as their rows or sums exist."""
         first, last = verdict.from_step or 0, verdict.to_step or 0
         if self.history.merged and self._sample is not None:  # it has the stages as they were
             return self._sample
         return self.history.steps_between(first, last)
 
     def sampled(self, verdict: Verdict) -> Window:
-        """Return the steps of a verdict that are in the sample of the run; `window` where these are few."""
+        """
+        Return the steps of a verdict that are in the sample of the run. If these are few,
+        return `window`.
+        """
         first, last = verdict.from_step or 0, 1 << 62 if verdict.to_step is None else verdict.to_step
         if self._sample is not None:
             steps = self._sample.keys >> SEGMENT_BITS
@@ -87,7 +90,7 @@ class StoredTotals:
         return self.window(verdict)
 
     def stage_ns(self) -> dict[int, list[float]]:
-        """Return the mean of each rank's stages, by rank."""
+        """Return the mean time of each rank's stages: rank → ns for each stage."""
         if self.history.merged and self._sample is not None and len(self._sample.keys):
             ranks, ns = self._sample.ranks, self._sample.d.sum(axis=0) / len(self._sample.starts)
         else:
@@ -97,7 +100,7 @@ class StoredTotals:
         return dict(zip(ranks[known].tolist(), ns[known].tolist(), strict=True))
 
     def _add(self, rank: int, sums: Folded) -> None:
-        """Let counts and times be of rows as well that are only kept as sums."""
+        """Include rows that are kept as sums only in the counts and times."""
         line = self.lines[rank]
         first, last = sums.first_keys >> SEGMENT_BITS, sums.last_keys >> SEGMENT_BITS
         following = np.append(line.first, 1 << 62)[np.searchsorted(line.first, first)]
@@ -115,7 +118,7 @@ def reduce(
     newest: bool = False,
 ) -> StoredTotals | None:
     """
-    Reduce the run that `session` reads, or about `MAX_ROWS` of its `newest` rows; None when it has none.
+    Reduce the run that `session` reads, or about `MAX_ROWS` of its `newest` rows; None if it has no rows.
     Raises `SessionFileError`.
     """
     ranks, _ = session.rows(last=1)
@@ -138,7 +141,7 @@ def reduce(
 
 
 def _outside(folded: Mapping[int, Folded], run: Reduction) -> dict[int, Folded]:
-    """Return the sums of rows that `run` has not: it may have begun later, or have ended before."""
+    """Return the sums of rows that `run` does not include: it may have started later, or ended earlier."""
     folded_by_rank, ends = {}, run.history.ends()
     for rank, sums in folded.items():
         first, last = ends[rank]
@@ -150,8 +153,8 @@ def _outside(folded: Mapping[int, Folded], run: Reduction) -> dict[int, Folded]:
 
 def folded_steps(counts: Int64, first: Int64, last: Int64, following: int | Int64) -> int:
     """
-    Return of how many steps before `following` there are sums (m,) of `counts` rows of the steps `first` to
-    `last`; the rows of one step may be in two sums.
+    Return the number of steps before `following` that sums (m,) cover. Each sum has `counts` rows of the
+    steps `first` to `last`; the rows of one step may be in two sums.
     """
     before = np.concatenate([[-1], np.maximum.accumulate(last)[:-1]])
     spans = np.minimum(last, following - 1) - np.maximum(first, before + 1) + 1
@@ -159,13 +162,13 @@ def folded_steps(counts: Int64, first: Int64, last: Int64, following: int | Int6
 
 
 _MAX_RANKS = 1024
-"""Of larger jobs the first steps are not read."""
+"""Number of ranks above which the first steps are not read."""
 
 
 def first_steps_of(facts: RunFacts, totals: StoredTotals | None) -> FirstSteps | None:
     """
-    Return what the first steps of a run that is over cost; None where that is little, or they are not there
-    any more. Raises `SessionFileError`.
+    Return the cost of the first steps of a finished run; None if it is small, or their rows are gone. Raises
+    `SessionFileError`.
     """
     if (
         facts.fact("status") in ("running", None)
@@ -239,8 +242,8 @@ class StoredSpans:
 
     def block(self, stages: Mapping[int, Sequence[float]], first: int, last: int) -> list[SpanStatistics]:
         """
-        Return the spans over the steps `first` to `last`, the largest on any rank first; `stages` is the
-        mean of each stage then, ns, by rank.
+        Return the spans over the steps `first` to `last`, the largest on any rank first. `stages` is the mean
+        time of each stage in these steps: rank → ns.
         """
         known = self.find(list(stages), first, last)
         block: list[SpanStatistics] = []
@@ -291,7 +294,7 @@ def spans_of(session: SessionFile, rank: int, first: int, last: int) -> list[Spa
 
 
 def with_stored_reason(verdict: Verdict, facts: RunFacts, totals: StoredTotals | None) -> Verdict:
-    """Return `verdict` with its reason, where it has one. Raises `SessionFileError`."""
+    """Return `verdict` with its reason, if one is found. Raises `SessionFileError`."""
     if totals is None or not has_reason(verdict):
         return verdict
 

@@ -1,8 +1,8 @@
 """
 Builds `summary.json` (schema `traceml_ray/summary/1`) from a session file alone, at any time.
 
-Times are milliseconds, shares 0..1, percentages named `_pct`, moments ISO 8601 in UTC. What is
-not known is None.
+Times are milliseconds, shares 0..1, percentages are named `_pct`, moments are ISO 8601 in UTC. Unknown values
+are None.
 """
 
 from __future__ import annotations
@@ -69,32 +69,32 @@ SCHEMA = "traceml_ray/summary/1"
 _MAX_EXPLAINED = 50
 _MAX_EPISODES = 200
 _MAX_FAILED = 2
-"""Ranks that a failure names first, whose last lines stand beside it."""
+"""Largest number of ranks named by a failure whose last printed lines are shown."""
 
 
 class Report(NamedTuple):
-    """A summary with what else a report with charts is made of."""
+    """A summary, with the other data of a report with charts."""
 
     summary: Summary
     facts: RunFacts
-    """Of the run."""
+    """Facts of the run."""
     history: StepHistory | None
-    """Its steps, those that statistics are of; None without any."""
+    """Step history that the statistics cover; None without any step."""
     signals: dict[str, Any]
     """The answer of each signal, by name."""
 
 
 def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = None) -> Summary:
     """
-    Return the summary of a run of `session` (None: the one that the session says, see `SessionFile`).
+    Return the summary of a run of `session` (None: the default run of the session, see `SessionFile`).
 
-    Raises `SessionFileError` when the file cannot be read.
+    Raises `SessionFileError` if the file cannot be read.
     """
     return report_of(session, thresholds, run).summary
 
 
 def report_of(session: SessionFile, thresholds: Thresholds, run: str | None = None) -> Report:
-    """Return the same with what else a report with charts is made of."""
+    """Return the summary of a run with the other data of a report with charts."""
     with session.at_one_moment():
         facts = RunFacts(session if run is None else session.for_run(run), thresholds)
         return _report(facts, _Answers())
@@ -102,14 +102,14 @@ def report_of(session: SessionFile, thresholds: Thresholds, run: str | None = No
 
 def summaries(session: SessionFile, thresholds: Thresholds) -> Iterator[Summary]:
     """
-    Yield the summary; of a long run, first that of its newest steps, which takes no longer however long the
-    run is. Raises `SessionFileError`.
+    Yield the summary. For a long run, first yield the summary of its newest steps, which takes the same time
+    for any length of the run. Raises `SessionFileError`.
     """
     return (report.summary for report in reports(session, thresholds))
 
 
 def reports(session: SessionFile, thresholds: Thresholds) -> Iterator[Report]:
-    """Yield the same with what else a report with charts is made of."""
+    """Yield the same summaries, each with the other data of a report with charts."""
     with session.at_one_moment():
         facts = RunFacts(session, thresholds)
         answers = _Answers()
@@ -127,15 +127,15 @@ def _report(facts: RunFacts, answers: _Answers, newest: bool = False) -> Report:
 
 
 _Answers = dict[tuple[str, frozenset[int]], Any]
-"""Answers of signals that are not of the steps, by name and the processes that failed: read once."""
+"""Answers of signals that do not use steps, by name and by the processes that failed. They are read once."""
 
 
 def _signals(
     facts: RunFacts, known: _Answers, history: StepHistory | None, failed: Mapping[int, RankProcess]
 ) -> dict[str, Any]:
     """
-    Return the answer of each signal on the whole run, `failed` as of `Run`; `known` are those of another
-    report of the same moment. Raises `SessionFileError`.
+    Return the answer of each signal on the whole run. `failed` is as in `Run`; `known` are the answers of
+    another report at the same moment. Raises `SessionFileError`.
     """
     records = Records()
     over = facts.fact("status") not in ("running", None)
@@ -152,7 +152,7 @@ def _signals(
 
 
 def _failed(facts: RunFacts, verdict: Verdict) -> dict[int, RankProcess]:
-    """Return the processes of the ranks that a verdict of a failure names first."""
+    """Return the processes of the ranks that a failure's verdict names first."""
     if LABELS[verdict.label].kind != "failure":
         return {}
     named = [*dict.fromkeys([*([] if verdict.rank is None else [verdict.rank]), *verdict.ranks])]
@@ -160,7 +160,7 @@ def _failed(facts: RunFacts, verdict: Verdict) -> dict[int, RankProcess]:
 
 
 def _summary(facts: RunFacts, known: _Answers, totals: StoredTotals | None) -> tuple[Summary, dict[str, Any]]:
-    """Return the summary, and the answers of signals that are in it."""
+    """Return the summary, and the answers of signals that it contains."""
     judged, lines = (totals.judged, totals.lines) if totals else (None, {})
     machines = Machines(facts.session.machines, facts.ranks, facts.every, facts.labels)
     spans, dated = StoredSpans(facts.session, facts.ranks), (lines, facts.thresholds.warmup_steps)
@@ -206,7 +206,10 @@ def _summary(facts: RunFacts, known: _Answers, totals: StoredTotals | None) -> t
 
 
 def _blocks(signals: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the blocks of signals that are fields of a summary, by name, and those that are not, plain."""
+    """
+    Return the blocks of signals that are fields of a summary, by name, and the other
+    blocks as plain values.
+    """
     blocks, more = dict[str, Any](), dict[str, Any]()
     for name, answer in signals.items():
         view = VIEWS[name]
@@ -225,7 +228,10 @@ def _outcome(
     performance: Verdict,
     stood: Sequence[Verdict],
 ) -> tuple[Verdict, dict[str, Any]]:
-    """Return the verdict on a run, which is a hang, a death, or on its steps, and the answers of signals."""
+    """
+    Return the verdict on a run (a hang, a death, or the verdict on its steps), and the
+    answers of signals.
+    """
     stands = still_open(stood, facts.fact("status"))
     dead = None if stands else _headline(facts)
     verdict = stands or dead or performance
@@ -241,7 +247,7 @@ def _with_first_steps(verdict: Verdict, first: FirstSteps | None) -> Verdict:
 
 
 def baseline_of(session: SessionFile, thresholds: Thresholds) -> Baseline | None:
-    """Return what a step of `session` costs when all is well, or None. Raises `SessionFileError`."""
+    """Return the cost of a healthy step of `session`, or None. Raises `SessionFileError`."""
     kept = session.baseline()
     if kept is not None and not kept.source:
         return kept
@@ -279,14 +285,14 @@ def _run(entry: dict[str, Any], label: Label | None = None) -> RunInfo:
 
 
 def _headline(facts: RunFacts) -> Verdict | None:
-    """Return the verdict on a run that ended by a death."""
+    """Return the verdict on a run that ended with a death."""
     if not facts.deaths or facts.fact("status") in ("finished", "stopped"):
         return None
     return headline(facts.deaths, lambda death: facts.node_of(death.rank), facts.ranks, facts.world_size)
 
 
 def _with_span(verdict: Verdict, facts: RunFacts, totals: StoredTotals | None, spans: StoredSpans) -> Verdict:
-    """Return `verdict` with the span that explains it, if one does, and with its reason, if it has one."""
+    """Return `verdict` with the span that explains it and with its reason, if there are any."""
     if totals is None:
         return verdict
     also = tuple(_with_span(one, facts, totals, spans) for one in verdict.also)
@@ -296,7 +302,7 @@ def _with_span(verdict: Verdict, facts: RunFacts, totals: StoredTotals | None, s
 
 
 def _changes(facts: RunFacts, totals: StoredTotals | None, spans: StoredSpans) -> list[Verdict]:
-    """Return the changes of verdict; of the newest, those that name a rank or an imbalance say why."""
+    """Return the changes of verdict. The newest ones that name a rank or an imbalance have their reasons."""
     changes = list(totals.judged.periods) if totals else []
     named = [
         index for index, verdict in enumerate(changes) if verdict.rank is not None or is_imbalance(verdict)
@@ -309,7 +315,7 @@ def _changes(facts: RunFacts, totals: StoredTotals | None, spans: StoredSpans) -
 def _episodes(
     judged: RunJudge | None, changes: Sequence[Verdict], facts: RunFacts, lines: Mapping[int, Timeline]
 ) -> list[TimedEpisode]:
-    """Return the episodes, the costliest first, with when they were and the span that was late."""
+    """Return the episodes, the costliest first, with their times and the late span."""
     known = {(change.label, change.stage, change.from_step): change.span for change in changes}
     shown = []
     if judged is None:
@@ -391,8 +397,8 @@ def _steps(facts: RunFacts, totals: StoredTotals | None, busy: StepSummary | Non
 
 def _covers(facts: RunFacts, totals: StoredTotals | None) -> Covers | None:
     """
-    Return the steps and rows that statistics and verdict over the run are of, and of how many the number of
-    steps and their mean is; None when there are none.
+    Return the steps and rows that statistics and verdict over the run cover, and the share that the number of
+    steps and their mean cover; None if there are no steps.
     """
     if totals is None:
         return None
@@ -408,7 +414,7 @@ def _covers(facts: RunFacts, totals: StoredTotals | None) -> Covers | None:
 
 
 def _rounded(value: Any) -> Any:
-    """Return `value` with floats cut to what anyone can read; what is not a number becomes None."""
+    """Return `value` with floats rounded to four decimals; values that are not finite become None."""
     if isinstance(value, float):
         return round(value, 4) if np.isfinite(value) else None
     if isinstance(value, msgspec.Struct):
