@@ -1,12 +1,12 @@
 """
-The live view of `--live`: a process of its own that draws beneath the output of the job that it is told of.
+The live view of `--live`: a separate process that draws beneath the output of a job.
 
-It is in a session of its own, so that Ctrl-C is the job's alone, and ends when its stdin is closed. That is
-when the launcher has ended, however it did: so the terminal is always put back as it was.
+It runs in its own process session, so that Ctrl-C reaches only the job. It ends when its stdin is closed,
+which happens when the launcher ends in any way. So the terminal is always restored.
 
-What other processes write goes to the terminal as ever, through no pipe: the terminal itself scrolls it in
-the lines above the panel (DECSTBM). A frame is one write that saves the cursor, draws, and puts the cursor
-back where it was. The kernel lets no other write come in between, so neither tears the other.
+The output of other processes goes directly to the terminal, not through a pipe. The terminal itself scrolls
+it in the lines above the panel (DECSTBM). A frame is one write that saves the cursor, draws, and restores the
+cursor. The kernel does not interleave another write, so neither output garbles the other.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ _MOST_LINES = 20
 
 class Beneath:
     """
+    Draws the panel beneath the output of the job.
+
     Args:
-        fd: the terminal.
-        colours: which ones it has; None: none.
-        plain: it has ASCII only.
+        fd: file descriptor of the terminal.
+        colours: the colours that the terminal supports; None: no colours.
+        plain: whether the terminal shows only ASCII.
     """
 
     def __init__(self, fd: int, colours: ColorSystem | None, plain: bool = False) -> None:
@@ -57,7 +59,7 @@ class Beneath:
         self._screen = Screen(self._add, colours, plain)
         self._size = (0, 0)
         self._height = 0
-        """Height of the panel on the terminal, in lines; 0: it is not shown."""
+        """Height of the panel on the terminal, in lines. 0: it is not shown."""
 
     @property
     def resized(self) -> bool:
@@ -77,15 +79,15 @@ class Beneath:
 
     def draw(self, lines: Sequence[Text], *, whole: bool = False) -> int:
         """
-        Draw the lines (at most `room`'s height); `whole`: redraw all of them. Return the number of bytes
-        sent.
+        Draw the lines, at most as many as `room` returns. `whole`: redraw all lines. Return the number of
+        bytes sent.
         """
         rows, top = self._size[0], self._size[0] - len(lines)
         self._frame = ""
         if self._height != len(lines):
             self._leave()
             self._height = len(lines)
-            # The cursor's line, and what is above, move up until the panel has room below it.
+            # The cursor's line and the lines above it move up until the panel has room below the cursor.
             self._frame = "\x1bD" * len(lines) + f"\x1b[{len(lines)}A"
         region = f"\x1b[1;{rows - len(lines)}r" if self._frame else ""
         before, self._frame = self._frame, ""
@@ -98,7 +100,7 @@ class Beneath:
         return self._write(f"{before}{SAVE_CURSOR}{region}{self._frame}{RESTORE_CURSOR}")
 
     def leave(self) -> None:
-        """Clear the panel and give its lines back to the job's output."""
+        """Clear the panel and return its lines to the job's output."""
         self._leave()
 
     def _leave(self) -> None:
@@ -119,9 +121,12 @@ class Beneath:
 
 _INTERVAL_S = 1.0
 _LOOK_S = 0.05
-"""How often the size of the terminal is checked, in s: a change scrolls all lines, the panel's too."""
+"""
+Interval at which the size of the terminal is checked, in s. A change scrolls all lines, also the
+panel's.
+"""
 _WHOLE_S = 15.0
-"""How often everything is redrawn, in s: the job may have cleared the terminal."""
+"""Interval at which everything is redrawn, in s: the job may have cleared the terminal."""
 _BLOCKED = 20
 """After a frame that took long to send, drawing pauses this many times as long."""
 _NOT_YET = "empty", "starting", "unwatched"
@@ -134,7 +139,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     seen = terminal_colours()
     terminal = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for fd in (1, 2):  # a warning of a library would stand in the midst of the panel
+    for fd in (1, 2):  # a warning of a library would appear inside the panel
         os.dup2(nowhere, fd)
     under = Beneath(terminal, *seen)
     feed = Feed(_session(Path(arguments[0])))
@@ -146,7 +151,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     finally:
         with contextlib.suppress(OSError):  # a terminal that is gone
             under.leave()
-        os._exit(code)  # the end of Ray, with its cluster gone, takes minutes
+        os._exit(code)  # with its cluster gone, shutting Ray down takes minutes
 
 
 def _session(folder: Path) -> SessionPoll:
@@ -168,7 +173,7 @@ def _draw_until_ended(feed: Feed, under: Beneath, wake: int) -> None:
         if not under.resized and (now < free_at or not (new or now >= whole_at)):
             continue
         new, free_at = False, now + _INTERVAL_S
-        if rank_connections.state(job) == _STOPPED:  # by Ctrl-Z: the terminal is the shell's
+        if rank_connections.state(job) == _STOPPED:  # stopped by Ctrl-Z: the shell uses the terminal
             under.leave()
             continue
         whole = now >= whole_at

@@ -1,7 +1,7 @@
 """
-A snapshot as lines: `panel` for a window, `line` for a log.
+Renders a snapshot as lines: `panel` for a window, `line` for a log.
 
-The panes that fill the window: nodes, ranks, one rank, signals by page, events, output, health, and the keys.
+The panes fill the window: nodes, ranks, one rank, signals by page, events, output, health, and keys.
 """
 
 from __future__ import annotations
@@ -76,7 +76,10 @@ def help_pane(_of: PanelState, _choice: Choice, width: int) -> list[PaneSection]
 
 
 def nodes_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
-    """Return all nodes: their times, what the verdict says that they cost, their load now and in the past."""
+    """
+    Return all nodes: their times, the cost that the verdict assigns to them, and their present
+    and past load.
+    """
     evidence, costs = evidence_of(snapshot.verdict and snapshot.verdict.judged), costs_of(snapshot.findings)
     named = sorted({node["label"] for node in snapshot.nodes} & {*evidence}, key=text.natural)
     lines = paragraphs(Facts(*((node, "; ".join(evidence[node])) for node in named)), width)
@@ -94,13 +97,13 @@ def nodes_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSec
 
 
 def _is_known(value: object) -> bool:
-    """Whether there is something to show of a value: of a line, that one of its values is known."""
+    """Whether a value is known. A line is known if any of its values is."""
     values = value if isinstance(value, list) else [value]
     return any(one not in (None, "") for one in values)
 
 
 def ranks_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
-    """Return all ranks: where each is, its state, and what its steps are made of."""
+    """Return all ranks: where each runs, its state, and the stages of its steps."""
     rows = [*snapshot.rows]
     if choice.sort == "time":
         rows.sort(key=lambda row: -(row["busy_ms"] or 0.0))
@@ -112,7 +115,7 @@ def ranks_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSec
         for column in rank_columns(
             any(row["role"] for row in rows), late, busy_lines(snapshot.columns, DRAWN_STEPS)
         )
-        if column.name not in ("local rank", "GPU", "exit code")  # these are on its page
+        if column.name not in ("local rank", "GPU", "exit code")  # these are on the page of the rank
     ]
     of_signals = per_rank_columns(sections_of(snapshot.signals), lambda row: row["rank"])
     order = "the slowest first" if choice.sort == "time" else "named ones first"
@@ -165,12 +168,12 @@ def events_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSe
 
 
 def output_pane(snapshot: PanelState, _choice: Choice, width: int) -> list[PaneSection]:
-    """Return the last output of the selected rank, else of the named one."""
+    """Return the last output of the selected rank; without one, of the rank that the verdict names."""
     return [output(snapshot, width)]
 
 
 def signals_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
-    """Return the signals of a page: what was found, what is known of the run, and each of their tables."""
+    """Return the signals of a page: their findings, facts about the run, and their tables."""
     steps = [one for one in snapshot.findings if one.signal == "steps"]
     verdict = snapshot.verdict.judged if snapshot.verdict else None
     worst, panes = choice.sort == "time", list[PaneSection]()
@@ -183,7 +186,7 @@ def signals_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneS
 
 
 def _findings(findings: Sequence[Finding], width: int) -> list[Text]:
-    """Return findings in sentences, with what to do, which is said once."""
+    """Return findings in sentences with advice; the same advice is printed once."""
     lines, advice = list[Text](), set[str]()
     for one in findings:
         sentences = " ".join([SIGNS[one.severity], one.why, *({one.next} - advice)]).replace("`", "")
@@ -193,7 +196,7 @@ def _findings(findings: Sequence[Finding], width: int) -> list[Text]:
 
 
 def health_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSection]:
-    """Return how the monitor itself is doing: its rows, relays, cost and errors."""
+    """Return the state of the monitor itself: its rows, relays, cost and errors."""
     if snapshot.health is None:
         return [PaneSection("HEALTH OF THE MONITOR", lambda _: [Text("No answer yet.")], 1)]
     cost = flow(
@@ -224,14 +227,14 @@ DRAWN: dict[str, Callable[[PanelState, Choice, int], list[PaneSection]]] = {
     "health": health_pane,
     "help": help_pane,
 }
-"""Function that draws each pane, by name; the overview is drawn by `panel`."""
+"""Function that draws each pane, by name. `panel` draws the overview."""
 assert {*DRAWN} >= {*PANES[1:]}
 
 
 _VERDICT, _BRIEF = 12, 4
-"""Lines that the verdict may have: on the overview, and on a pane that needs the others."""
+"""Largest number of lines of the verdict: on the overview, and on panes that need the other lines."""
 _SMALL = 10
-"""In a window of fewer lines a pane is without the head and the verdict: they would be all that is there."""
+"""In a window with fewer lines, a pane has no head and no verdict: they would fill the window."""
 
 
 def panel(
@@ -282,7 +285,7 @@ def _overview(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSect
 def _keys(choice: Choice, width: int) -> Text:
     """
     Return the panes with their keys, the current one in brackets, and other keys as far as they fit. In a
-    narrow window keys and names stand close, then names are cut.
+    narrow window, first the gaps between keys and names shrink, then names are cut.
     """
     for gap, most in ((" ", 99), ("", 99), *(("", most) for most in range(7, -1, -1))):
         tabs = _tabs(choice, gap, most)
@@ -294,7 +297,7 @@ def _keys(choice: Choice, width: int) -> Text:
 
 
 def _tabs(choice: Choice, gap: str, most: int) -> Text:
-    """Return the panes with their keys, each name in at most so many characters."""
+    """Return the panes with their keys. Each name has at most `most` characters."""
     tabs = Text()
     for number, name in enumerate(PANES, 1):
         shown = name == choice.pane and choice.rank is None

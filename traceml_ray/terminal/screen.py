@@ -1,9 +1,10 @@
 """
-Lines on a terminal: of each frame only the cells are sent that differ from what is there. `rich.live` sends
-all lines of each frame: 10 times as much, and a slow line cannot keep up with it.
+Draws lines on a terminal. For each frame, only the cells that differ from the terminal's are sent.
+`rich.live` sends all lines of each frame: 10 times as much, which is too much for a slow connection.
 
-A terminal that is this process's for a while: other screen, keys without Enter, signals as events. It is left
-as it was found, also after an error, at Ctrl-C, SIGTERM, SIGHUP and while this process is stopped (Ctrl-Z).
+Also takes over a terminal for a while: alternate screen, keys without Enter, signals as events. The terminal
+is restored afterwards, also after an error, at Ctrl-C, SIGTERM and SIGHUP, and while this process is stopped
+(Ctrl-Z).
 """
 
 from __future__ import annotations
@@ -32,22 +33,25 @@ ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"
 """Switch to the alternate screen, hide the cursor, turn line wrapping off."""
 LEAVE = "\x1b[m\x1b[?7h\x1b[?25h\x1b[?1049l"
 _NEAR = 6
-"""Gaps of unchanged cells up to this width are sent too: moving the cursor costs as much."""
+"""Gaps of unchanged cells up to this width are also sent, because moving the cursor costs as much."""
 _NOT_SHOWN = "\ufffd"
 _Cell = tuple[str, str]
-"""A character with those that combine with it ("" in the second half of a wide one), and its SGR codes."""
+"""
+A character with the characters that combine with it ("" in the second half of a wide one), and
+its SGR codes.
+"""
 _BLANK: _Cell = (" ", "")
 """Cell of a cleared screen."""
 
 
 class Screen:
     """
-    A terminal's cells.
+    The cells of a terminal.
 
     Args:
-        write: sends text to it.
-        colours: which ones it has; None: none.
-        plain: it has ASCII only.
+        write: sends text to the terminal.
+        colours: the colours that the terminal supports; None: no colours.
+        plain: whether the terminal shows only ASCII.
     """
 
     def __init__(
@@ -62,11 +66,11 @@ class Screen:
         self._cells: list[list[_Cell]] = []
 
     def forget(self) -> None:
-        """Assume an empty terminal: it has been cleared, or its size has changed."""
+        """Assume an empty terminal, because it was cleared or its size has changed."""
         self._texts, self._cells = [], []
 
     def draw(self, lines: Sequence[Text]) -> int:
-        """Show lines, the first at the top; return the number of characters sent."""
+        """Show lines, the first one at the top. Return the number of characters sent."""
         frame = "" if len(lines) == len(self._texts) else self._cleared(len(lines))
         if frame:
             self.forget()
@@ -85,7 +89,7 @@ class Screen:
         return len(frame)
 
     def _cleared(self, lines: int) -> str:
-        """Return what empties the terminal, or our lines of it."""
+        """Return the text that clears the terminal, or our lines of it."""
         if not self.top:
             return "\x1b[m\x1b[2J"
         return "\x1b[m" + "".join(f"\x1b[{self.top + row + 1}H\x1b[2K" for row in range(lines))
@@ -105,13 +109,16 @@ class Screen:
 
 
 def _harmless(text: str) -> str:
-    """Return text, as long as it is, without what a terminal would take for an order: it is from files."""
+    """
+    Replace control characters in text, keeping its length. Text from files may contain terminal
+    commands.
+    """
     return text if text.isprintable() else "".join(c if c.isprintable() else _NOT_SHOWN for c in text)
 
 
 @functools.lru_cache(256)
 def _codes(style: Style | None, colours: ColorSystem | None) -> str:
-    """Return the codes of a style; without colours, what is left of it (bold)."""
+    """Return the codes of a style. Without colours, only attributes such as bold are left."""
     if not style:
         return ""
     shown = style if colours else style.without_color
@@ -162,7 +169,10 @@ _SMALLEST = 4
 
 
 def terminal_colours() -> tuple[ColorSystem | None, bool]:
-    """Return the colours that the terminal at stdout has (None: none), and whether it shows only ASCII."""
+    """
+    Return the colours that the terminal at stdout supports (None: none), and whether it shows
+    only ASCII.
+    """
     console = Console(file=sys.stdout)
     colours = None if console.no_color or not console.color_system else _system(console.color_system)
     return colours, "utf" not in (sys.stdout.encoding or "").lower()
@@ -175,14 +185,14 @@ def is_window() -> bool:
 
 class TerminalWindow:
     """
-    Used as a context. While it is entered, what this process writes to stdout and stderr (a warning of a
-    library) goes nowhere: it would stand in the midst of the panel.
+    The terminal as a window, used as a context manager. Inside it, what this process writes to stdout and
+    stderr (such as a warning of a library) is discarded, because it would appear inside the panel.
     """
 
     def __init__(self) -> None:
         self.screen = Screen(self._write, *terminal_colours())
         self.ended = False
-        """Whether a signal has asked for the end."""
+        """Whether a signal has requested the end."""
         self._out = -1
         self._modes: Any = None
         self._wake = os.pipe()
@@ -215,17 +225,20 @@ class TerminalWindow:
         os.close(self._out)  # the pipe stays: the thread that asks may still write to it
 
     def catch_signals(self) -> None:
-        """Install this window's signal handlers; again after Ray, which installs its own when it attaches."""
+        """
+        Install this window's signal handlers. Called again after attaching to Ray, which installs its own
+        handlers.
+        """
         for number in _HANDLED:
             signal.signal(number, lambda number, _frame: self._signals.add(number))
 
     def wake(self) -> None:
-        """Have `wait` return; may be called by any thread."""
+        """Make `wait` return. Any thread may call this."""
         with contextlib.suppress(OSError):
             os.write(self._wake[1], b"\0")
 
     def wait(self, seconds: float | None) -> bytes:
-        """Wait for keys, a signal or `wake`, at most `seconds`; return the bytes typed."""
+        """Wait for keys, a signal or `wake`, at most `seconds`. Return the bytes typed."""
         watched = [self._wake[0], *([] if self._in is None else [self._in])]
         ready, _, _ = select.select(watched, [], [], seconds)
         if self._wake[0] in ready:
@@ -240,7 +253,7 @@ class TerminalWindow:
             if error.errno != errno.EIO:
                 raise
             typed = b""
-        self.ended = self.ended or not typed  # it has hung up
+        self.ended = self.ended or not typed  # the terminal has hung up
         return typed
 
     def size(self) -> tuple[int, int]:
@@ -249,7 +262,7 @@ class TerminalWindow:
         return max(_SMALLEST, size.columns or 80), max(_SMALLEST, size.lines or 24)
 
     def draw(self, lines: Sequence[Text]) -> int:
-        """Show lines; return how many characters were sent."""
+        """Show lines; return the number of characters sent."""
         return self.screen.draw(lines)
 
     def _handle_signals(self) -> None:
@@ -263,7 +276,7 @@ class TerminalWindow:
             self._enter()
 
     def _stop(self) -> None:
-        """Leave the terminal to the shell until this process goes on."""
+        """Give the terminal to the shell until this process continues."""
         self._restore()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)

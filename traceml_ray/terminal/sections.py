@@ -1,4 +1,7 @@
-"""The parts of the overview: blocks of the document (`document.model`), made of a snapshot, for a width."""
+"""
+The parts of the overview: blocks of the document (`document.model`), made from a snapshot for a
+given width.
+"""
 
 from __future__ import annotations
 
@@ -42,20 +45,20 @@ from traceml_ray.views.values import by_rank, number
 from .snapshot import PANES, Choice, PanelState, ShownVerdict
 
 MOST_CELLS = 32
-"""Largest number of ranks in the grid; of a larger job it shows the slowest."""
+"""Largest number of ranks in the grid. For a larger job, the grid shows the slowest ranks."""
 DRAWN_STEPS = 64
-"""Number of the newest steps that a line is of."""
+"""Number of newest steps that a line covers."""
 _MOST_DRAWN = 32
-"""Largest number of characters of the line of the whole job."""
+"""Largest number of characters of the line for the whole job."""
 _LABEL = 9
 _FIRST = 3
-"""Parts of the verdict that have a line in any case: what, why, next."""
+"""Number of parts of the verdict that always have a line: what, why, next."""
 _SHORT = 8
 _SIGNALS = 4
-"""Most lines about signals."""
+"""Largest number of lines about signals."""
 _WORST = 8
 _SEEN = 0.005
-"""Percentages below this are written as 0."""
+"""Percentages below this are shown as 0."""
 
 
 def title_of(snapshot: PanelState) -> str:
@@ -85,7 +88,7 @@ def _size(snapshot: PanelState, ranks: int | None, nodes: int | None) -> str:
 
 
 def head(snapshot: PanelState, width: int) -> list[Text]:
-    """Return the session, its step, its skew, the straggler, and what a step takes, on one line."""
+    """Return one line with the session, its step time, its skew, the straggler, and the stages of a step."""
     label = snapshot.verdict.judged.label if snapshot.verdict else ""
     kind = LABELS[label].kind if label in LABELS else ""
     straggler = text.ranks(snapshot.named) if kind == "finding" and snapshot.named else text.NA
@@ -103,7 +106,7 @@ def head(snapshot: PanelState, width: int) -> list[Text]:
         facts["STEP TIME"] = f"{step_ms}{drawn}"
     elif _room(facts, width, _SHORT) >= len(drawn):
         facts["STEP"] += drawn
-    for name, value in rates(snapshot).items():  # as many as there is room for
+    for name, value in rates(snapshot).items():  # as many as fit
         if _room(facts, width) >= len(f" │ {name} {value}"):
             facts[name] = value
     if wide:
@@ -118,13 +121,16 @@ def head(snapshot: PanelState, width: int) -> list[Text]:
 
 
 def _room(facts: Mapping[str, str], width: int, session: int | None = None) -> int:
-    """Return how many cells are left beside facts; `session`: where that name is cut to so many."""
+    """
+    Return the number of cells left beside `facts`, if the name of the session is cut to `session`
+    cells.
+    """
     cut_off = max(0, len(facts["SESSION"]) - session) if session else 0
     return width - sum(len(name) + len(value) + 4 for name, value in facts.items()) + 3 + cut_off
 
 
 def _step_line(snapshot: PanelState, most: int) -> str:
-    """Return how long the newest steps took as bars, after a space; nothing where there is no room."""
+    """Return the time of the newest steps as bars, after a space. Empty if there is no room."""
     if snapshot.columns is None or most < LINE:
         return ""
     step_ms = snapshot.columns.step_ms
@@ -134,12 +140,12 @@ def _step_line(snapshot: PanelState, most: int) -> str:
 
 
 def rates(snapshot: PanelState) -> dict[str, str]:
-    """Return the numbers of signals that have a place in one line, as far as they are known."""
+    """Return the known numbers of signals that are shown on the one line."""
     return dict(number.short for number in signal_numbers(snapshot.signals) if number.short)
 
 
 def verdict(snapshot: PanelState, width: int, most: int) -> PaneSection:
-    """Return the verdict with its reason, advice, cost and beginning, and how fresh and complete it is."""
+    """Return the verdict with reason, advice, cost and beginning, and how recent and complete its data is."""
     late = "bold yellow" if snapshot.state == "stale" else ""
     note = Text().append(snapshot.badge, late).append(f" · {snapshot.coverage}" if snapshot.coverage else "")
     step_verdict, first = snapshot.verdict, snapshot.first
@@ -160,7 +166,7 @@ def verdict(snapshot: PanelState, width: int, most: int) -> PaneSection:
     if snapshot.state != "live" or step_verdict is None:
         position = 0 if step_verdict is None else 3 if snapshot.state in RUN_OVER else 1
         parts.insert(position, ("State", snapshot.state_text, late))
-    least = _FIRST + 2 * (snapshot.tone == "critical")  # what ends a run is more than a line long
+    least = _FIRST + 2 * (snapshot.tone == "critical")  # a failure that ends a run needs more than one line
     shown = [
         (label, wrap(value.replace("`", ""), width - _LABEL, style)) for label, value, style in parts if value
     ]
@@ -177,9 +183,9 @@ def _first(snapshot: PanelState, first: Conclusion) -> list[tuple[str, str, str]
 
 
 def findings(snapshot: PanelState, width: int) -> PaneSection:
-    """Return what else was found, each with its cost and why, a line each, in the order of all faces."""
+    """Return the other findings, one line each with cost and reason, in the order of all faces."""
     others = beside(snapshot.findings, snapshot.first.key if snapshot.first else None)
-    others = [one for one in others if one.signal != "nodes"]  # these are beside their node
+    others = [one for one in others if one.signal != "nodes"]  # shown beside their node
     rows = [_finding(one, width) for one in others]
 
     def lines(most: int) -> list[Text]:
@@ -204,7 +210,7 @@ def headline(verdict: ShownVerdict) -> str:
 
 
 def _labelled(parts: Sequence[tuple[str, Sequence[Text]]], most: int) -> list[Text]:
-    """Return parts in at most so many lines: a line of each of the first, then the rest, in order."""
+    """Return parts in at most `most` lines: one line for each of the first parts, then the rest in order."""
     sizes = list[int]()
     for index, (_, lines) in enumerate(parts):
         kept = sum(min(len(other), 1 + (most > 4)) for _, other in parts[index + 1 : _FIRST])
@@ -218,7 +224,10 @@ def _labelled(parts: Sequence[tuple[str, Sequence[Text]]], most: int) -> list[Te
 
 
 def node_summary(snapshot: PanelState, width: int) -> PaneSection:
-    """Return the busy time of each node, its slowest rank, and by how much it is above the fastest node."""
+    """
+    Return the busy time of each node, its slowest rank, and how much slower it is than the
+    fastest node.
+    """
     timed = [node for node in _by_name(snapshot) if node["median_ms"] is not None or not node["alive"]]
     others = [node for node in timed if node["slower_pct"] is not None]
     fastest = min(others, key=lambda node: node["slower_pct"])["label"] if others else ""
@@ -276,7 +285,7 @@ def of_steps(snapshot: PanelState) -> str:
 
 
 def rank_grid(snapshot: PanelState, width: int, choice: Choice) -> PaneSection:
-    """Return the busy time of each rank, the named ones marked; of a large job the slowest ones."""
+    """Return the busy time of each rank, with the named ranks marked. For a large job, the slowest ranks."""
     busy = {rank: float(ms) for rank, ms in by_rank(snapshot.times, "busy_ms").items()}
     slowest = sorted(busy, key=lambda rank: _slowness(busy[rank]), reverse=True)[:MOST_CELLS]
     digits = len(str(max(busy, default=0)))
@@ -302,7 +311,7 @@ def rank_grid(snapshot: PanelState, width: int, choice: Choice) -> PaneSection:
 
 
 def _slowness(busy_ms: float) -> float:
-    """Return by what ranks are ordered: one whose time is not known is no slow one."""
+    """Return the sort key of ranks. A rank whose time is unknown does not count as slow."""
     return busy_ms if busy_ms == busy_ms else -math.inf
 
 
@@ -319,7 +328,7 @@ def _rank_tone(snapshot: PanelState) -> Callable[[int], str]:
 
 
 def _per_line(most: int, snapshot: PanelState) -> int:
-    """Return how many ranks are on a line: those of whole nodes, or of an even part of one."""
+    """Return the number of ranks on a line: those of whole nodes, or of an equal part of one node."""
     most_ranks = max((len(node["ranks"]) for node in snapshot.nodes), default=0)
     if not most_ranks or (snapshot.times and len(snapshot.times.ranks) > MOST_CELLS):
         return most
@@ -329,21 +338,21 @@ def _per_line(most: int, snapshot: PanelState) -> int:
 
 
 def exposed(snapshot: PanelState, width: int) -> PaneSection:
-    """Return where the time of a step goes: a bar, and its parts in numbers."""
+    """Return where the time of a step goes: a bar, and its parts as numbers."""
     stages = snapshot.times.stages if snapshot.times else {}
     mean = f"(mean {text.ms(sum(stages.values()))})" if stages else ""
     return stages_of(f"Exposed time of a step{of_steps(snapshot)} {mean}", stages, width, 2)
 
 
 def stages_of(title: str, stages: Mapping[str, float], width: int, least: int = 1) -> PaneSection:
-    """Return the stages of a step (ms) as a bar, and in numbers."""
+    """Return the stages of a step (ms) as a bar and as numbers."""
     bars = stage_bars(stages)
     columns = [Column("stage", lambda bar: bar.name), Column("ms", lambda bar: bar.width, "aligned")]
     return stacked(Bars(title, bars, Table(title, columns, bars)), width, least)
 
 
 def signals(snapshot: PanelState, width: int) -> PaneSection:
-    """Return in a line or two what is known of each signal."""
+    """Return one or two lines with what is known of each signal."""
     briefs = {name: VIEWS[name].brief(answer) for name, answer in snapshot.answers.items()}
     lines = [line for facts in briefs.values() for line in paragraphs(facts, width)]
     title = ", ".join(text.words(name).upper() for name, facts in briefs.items() if facts.pairs)
@@ -355,7 +364,7 @@ def _fullest_nodes(snapshot: PanelState) -> str:
     parts = []
     for name, words in (("mem_pct", "RAM"), ("gpu_mem_pct", "VRAM")):
         measured = [node for node in snapshot.nodes if node[name] is not None]
-        if len(measured) > _WORST:  # of fewer, all may be there
+        if len(measured) > _WORST:  # if there are fewer, all of them can be shown
             fullest = max(measured, key=lambda node: float(node[name]))
             parts.append(f"{words} {text.percent(fullest[name])} ({fullest['label']})")
     return f"fullest: {', '.join(parts)}" if parts else ""
@@ -390,7 +399,7 @@ def health(snapshot: PanelState, width: int) -> PaneSection:
 
 
 def _in_unit(name: str, unit: str) -> Callable[[Mapping[str, Any]], str]:
-    """Return what writes a number of a node with its unit; nothing where it is not known, as without GPUs."""
+    """Return a function that formats a number of a node with its unit. Unknown numbers (no GPUs) give ""."""
     return lambda node: "" if node[name] is None else text.unit(node[name], unit, 0)
 
 

@@ -1,4 +1,4 @@
-"""All that the terminal shows of a session at one moment: plain values, as the queries have them."""
+"""Everything that the terminal shows of a session at one moment: plain values, as the queries return them."""
 
 from __future__ import annotations
 
@@ -35,43 +35,43 @@ from traceml_ray.views.state import (
 )
 
 PANES = ("overview", "nodes", "ranks", *PAGES, "events", "output", "health")
-"""Panes in the order of their keys: 1, 2, …; those in the middle are of signals."""
+"""Panes in the order of their keys: 1, 2, …; the ones in the middle show signals."""
 _EVENTS = 200
 SORTS = ("rank", "time")
-"""Orders of ranks: by number, or the slowest first."""
+"""Sort orders of ranks: by number, or slowest first."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The view that the person has selected: pane, sorting, rank, scroll position."""
+    """What the person has selected: pane, sorting, rank, scroll position."""
 
     pane: str = PANES[0]
     sort: str = SORTS[0]
     rank: int | None = None
     """Rank whose page is open."""
     scroll: int = 0
-    """Number of lines of the pane scrolled above the window."""
+    """Number of lines by which the pane is scrolled."""
 
 
 class ShownVerdict(NamedTuple):
-    """The verdict on the steps, and what a person reads of it."""
+    """The verdict on the steps, with the texts that people read."""
 
     judged: LiveVerdict
     headline: str
     """The verdict in one line, without its cost."""
     why: str
-    """The reason for it, without notes that are said elsewhere."""
+    """The reason for the verdict, without notes that are shown elsewhere."""
     began: str
-    """Since when it holds, and what else happened then."""
+    """Since when the verdict has held, and what else happened then."""
     cost: str
-    """What it costs, and how sure that is; "" where nothing is named."""
+    """What the cause costs, and how certain that is. "": the verdict names nothing."""
 
 
 @dataclass(frozen=True)
 class PanelState:
     """
-    Everything the terminal shows of a session at one moment. Times in ms, shares in %; None (NaN in arrays):
-    not known.
+    Everything that the terminal shows of a session at one moment. Times are in ms, shares in %. None (NaN in
+    arrays): unknown.
     """
 
     state: str
@@ -85,39 +85,42 @@ class PanelState:
     tone: str = "unsure"
     sign: str = ""
     verdict: ShownVerdict | None = None
-    """The verdict on the steps; None before any."""
+    """The verdict on the steps. None: there is no verdict yet."""
     first: Conclusion | None = None
     """The conclusion to show first: the verdict, or a more severe finding."""
     findings: Sequence[Finding] = ()
     """All findings of the run, in the order of every face."""
     times: StepTimes | None = None
     steps: tuple[int, int] | None = None
-    """First and last step of `times`, `nodes` and `rows`; None: the newest steps, or all."""
+    """First and last step that `times`, `nodes` and `rows` cover. None: the newest steps, or all."""
     columns: StepColumns | None = None
-    """What is drawn of the newest steps, or of all of a run that is over; None while nothing is known."""
+    """
+    Columns drawn of the newest steps, or of all steps of a run that is over. None: nothing is
+    known yet.
+    """
     signals: Mapping[str, Any] = field(default_factory=dict)
     """The answers of signals that are polled, by name."""
     nodes: Sequence[Mapping[str, Any]] = ()
     """See `views.ranks.nodes`."""
     loads: Mapping[str, Sequence[NodeLoad]] = field(default_factory=dict)
-    """Newest loads of each node, by id, the newest last."""
+    """Newest loads of each node, by node id. The newest is last."""
     named: Sequence[int] = ()
     """Ranks that the verdict names."""
     dead: Sequence[int] = ()
     """Ranks that died."""
     rows: Sequence[Mapping[str, Any]] = ()
-    """One row per rank, see `views.ranks`; empty if the pane does not show them."""
+    """One row per rank, see `views.ranks`. Empty if the pane does not show ranks."""
     answers: Mapping[str, Any] = field(default_factory=dict)
-    """Answers of the signals that the pane shows, by name; those are not there that have not come yet."""
+    """Answers of the signals that the pane shows, by name. Answers that have not arrived are missing."""
     health: Mapping[str, Any] | None = None
     """Health of the monitor, see `views.health`; None if the pane does not show it."""
     events: Sequence[Mapping[str, Any]] = ()
     output: LastOutput | None = None
-    """Last output of the selected rank, else of the named one; None if the pane does not show it."""
+    """Last output of the selected rank, else of the named rank. None: the pane does not show it."""
 
 
 def take_snapshot(poll: SessionPoll, run: RunState | None, choice: Choice) -> PanelState:
-    """Return the newest answers about a run; request missing ones. Called with the lock of `poll`."""
+    """Return the newest answers about a run; request missing ones. Called with the lock of `poll` held."""
     state = state_of(poll, run)
     fields: dict[str, Any] = {
         "state": state,
@@ -165,8 +168,9 @@ def take_snapshot(poll: SessionPoll, run: RunState | None, choice: Choice) -> Pa
 
 def _answers(poll: SessionPoll, run: RunState, pane: str) -> dict[str, Any]:
     """
-    Return the answers of the signals that a pane shows, by name, as far as they have come: those of its page;
-    on the overview those that are polled, or that say that it asks for them.
+    Return the answers of the signals that a pane shows, by name, as far as they have arrived. A signal pane
+    shows the signals of its page. The overview shows signals that are polled, or that declare that the
+    overview asks for them.
     """
     answers = {}
     for name, view in VIEWS.items():
@@ -180,8 +184,8 @@ def _answers(poll: SessionPoll, run: RunState, pane: str) -> dict[str, Any]:
 
 def _judged_steps(run: RunState, state: str) -> tuple[int, int] | None:
     """
-    Return the steps the numbers cover: of a run that has ended, those of the named episode, because over all
-    steps it would hardly be visible; None: all.
+    Return the steps that the numbers cover. For a run that has ended, these are the steps of the named
+    episode, because its effect would hardly be visible over all steps. None: all steps.
     """
     episode = current_episode(run.verdict, run.episodes) if state in RUN_OVER else None
     return None if episode is None else (episode.from_step, episode.to_step)
@@ -197,7 +201,7 @@ def _subject(run: RunState, choice: Choice) -> int:
 def _verdict(
     poll: SessionPoll, run: RunState, verdict: LiveVerdict, fields: Mapping[str, Any]
 ) -> ShownVerdict:
-    """Return the verdict with what a person reads of it; `fields`: `state` and `facts` of the session."""
+    """Return the verdict with its texts for people. `fields`: `state` and `facts` of the session."""
     began = incident(poll, run)
     return ShownVerdict(
         verdict,
@@ -209,7 +213,7 @@ def _verdict(
 
 
 def _cost(verdict: LiveVerdict, began: CurrentEpisode | None, gpus: bool, live: bool) -> str:
-    """Return what the named cause costs, how sure that is, and what all causes have cost."""
+    """Return the cost of the named cause, how certain it is, and the total cost of all causes."""
     hours = verdict.rank_hours_per_hour
     shown = verdict.cost_pct and verdict.label != "healthy"
     every = verdict.lost_s and not (began and began.alone)

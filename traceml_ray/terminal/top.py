@@ -1,8 +1,8 @@
 """
-`traceml-ray top`: a session in the terminal, live or stored. One thread asks for what is new, once an
-interval; this one draws it and takes keys, so that a slow aggregator never holds up a key.
+`traceml-ray top`: shows a live or stored session in the terminal. One thread asks for new data once an
+interval. The main thread draws and reads keys, so that a slow aggregator never delays a key.
 
-Bytes of a terminal as keys, and what a key changes in what is shown.
+Also decodes the bytes from the terminal into keys, and applies each key to the selection.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ _SINGLE = {"\t": "tab", "\r": "enter", "\n": "enter", "\x7f": "backspace", "\b":
 _SEQUENCE = re.compile(r"\x1b(?:O|\[([0-9;?]*))([A-Za-z~])")
 _UNFINISHED = re.compile(r"\x1b(?:O|\[[0-9;?]*)\Z")
 _MOST = 64
-"""Longest unfinished escape sequence, in characters; a longer one is ignored."""
+"""Longest unfinished escape sequence, in characters. A longer one is ignored."""
 _DIGITS = 7
 
 
 class Keys:
-    """Decodes bytes from a terminal into keys; they may come in any pieces."""
+    """Decodes bytes from a terminal into keys. The bytes may arrive in pieces of any size."""
 
     def __init__(self) -> None:
         self._rest = ""
 
     def feed(self, data: bytes) -> list[str]:
-        """Return the keys in what was typed: a character, or a name as `page_up`; others are left out."""
+        """Return the typed keys: characters, or names such as `page_up`. Unknown sequences are left out."""
         typed, self._rest = self._rest + data.decode("ascii", "ignore"), ""
         names, position = [], 0
         while position < len(typed):
@@ -73,11 +73,11 @@ class Keys:
 
 @dataclass(frozen=True)
 class Control:
-    """The selection so far."""
+    """The present selection, and the rank number being typed."""
 
     choice: Choice = field(default_factory=Choice)
     typed: str | None = None
-    """Digits typed for a rank; None: no rank is being typed."""
+    """Digits typed so far for a rank. None: no rank number is being typed."""
     paused: bool = False
     quit: bool = False
 
@@ -103,7 +103,7 @@ def press(control: Control, key: str, page: int) -> Control:
 
 
 def _type(control: Control, key: str) -> Control:
-    """Take a key of the rank that is asked for."""
+    """Apply a key while a rank number is being typed."""
     typed = control.typed or ""
     if key == "enter":
         rank = int(typed) if typed else None
@@ -116,7 +116,7 @@ def _type(control: Control, key: str) -> Control:
 
 
 def _moved(choice: Choice, key: str, page: int) -> Choice:
-    """Return the pane and the lines that are shown after a key."""
+    """Return the selection after a key that changes the pane or scrolls."""
     lines = {"up": -1, "k": -1, "down": 1, "j": 1, "page_up": -page, "page_down": page}
     if key in lines:
         return replace(choice, scroll=max(0, choice.scroll + lines[key]))
@@ -136,19 +136,23 @@ def _moved(choice: Choice, key: str, page: int) -> Choice:
 
 
 SLOW_LINE_BPS = 2000
-"""Over ssh a frame waits until the line has taken the one before: else keys would wait behind frames."""
+"""
+Bytes per second of a slow line. Over ssh, the next frame waits until the line has sent the last one, because
+keys would otherwise wait behind frames.
+"""
 _WAIT_S = 30.0
-"""How long to wait for a session to begin, in s."""
+"""Time to wait for a session to begin, in s."""
 _WIDTH = 100
 """Width of the overview that is printed once if stdout is not a terminal."""
 
 
 def run(arguments: Namespace) -> int:
     """
-    Show the session that `traceml-ray top` was given until it is ended, or line by line where stdout is no
-    terminal. This process ends with it; only where nothing was shown yet the exit code is returned.
+    Show the session given to `traceml-ray top` until the person quits. If stdout is not a terminal, print it
+    line by line. This process ends at the end of the view. The exit code is returned only if nothing was
+    shown yet.
 
-    Raises SessionError, SourceError or QueryError where there is nothing to show, and SettingError.
+    Raises SessionError, SourceError or QueryError if there is nothing to show, and SettingError.
     """
     logging.getLogger("ray._private.worker").setLevel(logging.ERROR)  # which handlers it did not set
     settings = Settings.load(out=arguments.out)
@@ -175,8 +179,8 @@ def run(arguments: Namespace) -> int:
 
 def _begins(source: LocalSource, session: str | None, wait_s: float) -> bool:
     """
-    Wait until there is a session, which may be starting: it may have been launched a moment ago. Return False
-    at Ctrl-C. Raises SessionError where there is none by then.
+    Wait until the session exists: it may have been launched a moment ago and still be starting. Return False
+    at Ctrl-C. Raises SessionError if there is no session after `wait_s` seconds.
     """
     try:
         await_session(session, source.out, wait_s, (NoSessionError,), log, starting=True)
@@ -186,13 +190,13 @@ def _begins(source: LocalSource, session: str | None, wait_s: float) -> bool:
 
 
 def is_slow() -> bool:
-    """Return whether what is shown goes over ssh, maybe over a slow line."""
+    """Return whether the output goes over ssh, and so possibly over a slow line."""
     return bool(os.environ.get("SSH_CONNECTION") or os.environ.get("SSH_TTY"))
 
 
 class Feed:
     """
-    Snapshots of a session as it goes on.
+    Makes snapshots of a session repeatedly.
 
     Args:
         poll: the session.
@@ -206,7 +210,7 @@ class Feed:
         """Whether the display is paused."""
         self.newest: PanelState | None = None
         self.error: Exception | None = None
-        """Error that ended the feed; raised by the thread that draws."""
+        """Error that ended the feed. The drawing thread raises it."""
         self._run = run
         self._paused = False
         self._ending = threading.Event()
@@ -219,7 +223,7 @@ class Feed:
         return self.newest
 
     def choose(self, choice: Choice) -> None:
-        """Change the selection: shows the known answers immediately, new ones as they arrive."""
+        """Change the selection. Known answers are shown immediately, new ones when they arrive."""
         self.choice = choice
         if self.newest is not None:
             run = self.poll.selected(self._run)
@@ -234,7 +238,7 @@ class Feed:
             self._asked.set()
 
     def follow(self, interval_s: float, renewed: Callable[[], object]) -> None:
-        """Renew once an interval until `end`, in a thread of its own; `renewed` is called after each time."""
+        """Renew once an interval until `end`, in a new thread. `renewed` is called after each renewal."""
         thread = threading.Thread(
             target=self._follow, args=(interval_s, renewed), name="traceml-top", daemon=True
         )
@@ -257,11 +261,11 @@ class Feed:
                 self.held = self._paused
             except Exception as error:
                 self.poll.errors.note("top", error)
-                self.error = error  # for the thread that draws, which raises it
+                self.error = error  # the drawing thread raises it
             renewed()
             if first:
                 gc.collect()
-                gc.freeze()  # modules, mostly, through which each full collection would go
+                gc.freeze()  # mostly modules, which every full collection would otherwise scan
                 first = False
             self._asked.wait(interval_s if self._paused else max(0.0, due - time.monotonic()))
             self._asked.clear()
@@ -272,7 +276,7 @@ class Feed:
 
 
 def _lines(feed: Feed, interval_s: float) -> int:
-    """Write one line an interval, until the session is over."""
+    """Print one line per interval until the session is over."""
     while True:
         began = time.monotonic()
         snapshot = feed.renew()
@@ -284,7 +288,7 @@ def _lines(feed: Feed, interval_s: float) -> int:
 
 
 def _once(feed: Feed) -> int:
-    """Write the overview, with as many lines as it needs."""
+    """Print the overview once, with as many lines as it needs."""
     width = shutil.get_terminal_size((_WIDTH, 0)).columns
     for row in panel(feed.renew(), feed.choice, width, None, ""):
         show(row.plain.rstrip())

@@ -1,1 +1,1 @@
-"""Data that every view of a session shows: where the session is asked, and its newest answers."""
+"""The data that every view of a session shows: how the session is queried, and its newest answers."""

@@ -1,5 +1,5 @@
 """
-Events of a run: changes of the verdict, deaths and others, newest first; and the current episode with what
+Events of a run, newest first: changes of the verdict, deaths and others. Also the current episode, with what
 else happened when it began.
 """
 
@@ -25,14 +25,14 @@ from .run_state import RunState
 from .session_poll import SessionPoll
 
 _QUIET = {"exit", "relay_start", "process_ended", "attach", "bundle_request"}
-"""Kinds that are shown only with a message."""
+"""Kinds of events that are shown only if they have a message."""
 CAUSE, FOLLOWED = "First cause", "What followed"
 
 
 def events_of(cache: SessionPoll, run: RunState) -> list[dict[str, Any]]:
     """
-    Return the events and the changes of verdict, newest first; where ranks died, before them the first cause,
-    and in order of time what followed.
+    Return the events and the changes of verdict, newest first. If ranks died, the first cause comes before
+    them, followed by its consequences in order of time.
     """
     deaths = cache.deaths(run)
     events = [event for event in run.events if event.message or event.kind not in _QUIET]
@@ -87,11 +87,11 @@ def _known(event: VerdictChange | DeathInfo | EventRow, *names: str) -> dict[str
 _AT_ONCE_S = 10.0
 """Events this close (s) to the beginning of an episode may be related to it."""
 _NO_CHANGES = {"exit", "process_ended", "attach", "stacks", "flight_recorder", "standing", "swallowed"}
-"""Kinds of event that are never taken for related."""
+"""Kinds of events that are never considered related to an episode."""
 _AROUND_STEPS = 2
-"""A checkpoint this many steps from an onset is mentioned with it."""
+"""A checkpoint at most this many steps from the beginning of an episode is mentioned with it."""
 _SETTLED_STEPS = 1000
-"""After this many later steps nothing more is reported about a step."""
+"""Number of later steps after which nothing more is reported about a step."""
 _CHANGES = 3
 _MESSAGE = 100
 """Longest message of a related event, in characters."""
@@ -100,7 +100,7 @@ _MESSAGE = 100
 def incident(cache: SessionPoll, run: RunState) -> CurrentEpisode | None:
     """
     Return the episode that the verdict is about, with what else happened when it began. In a run that has
-    ended no episode goes on.
+    ended, no episode is still open.
     """
     episode = current_episode(run.verdict, run.episodes)
     if episode is None:
@@ -125,7 +125,7 @@ def _short(message: str) -> str:
 
 
 def _checkpoint(cache: SessionPoll, run: RunState, step: int) -> list[str]:
-    """Return that a checkpoint was written about then; nothing where each step writes one."""
+    """Return a text if a checkpoint was written near `step`; nothing if every step writes one."""
     first = max(0, step - _AROUND_STEPS)
     over = (run.last_step or 0) > step + _SETTLED_STEPS
     asked = query.GetSpans(run.id, min(run.ranks, default=0), first, step + _AROUND_STEPS)

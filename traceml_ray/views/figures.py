@@ -1,9 +1,10 @@
 """
 Figures as plain dicts, drawn by plotly.js.
 
-Colours of traces hold on light and on dark; text, grid and hover boxes take theirs from the style
-sheet, so that a theme needs no redraw. Every axis has its unit, every empty figure says why. An axis of steps
-says under each step when it was over, where that is known.
+Colours of traces are readable on light and dark backgrounds. Text, grid and hover boxes take their colours
+from the style sheet, so that a change of theme needs no redraw. Every axis has its unit, and every empty
+figure says why it is empty. An axis of steps shows under each step the time at which the step ended, if
+known.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from traceml_ray.signals.nodes.quantities import Quantity
 from traceml_ray.views.values import Array, brief, rounded
 
 Series = Array | Sequence[float | None]
-"""Values of a line; NaN or None where a value is not known."""
+"""Values of a line. NaN or None: the value is not known."""
 Figure = dict[str, Any]
-"""A figure as plotly.js takes it."""
+"""A figure in the form that plotly.js accepts."""
 LINES = (BLUE, ORANGE, "#1b9696", "#9a63b8", "#86891c", ROSE, "#6b7785", GREEN)
 FONT = (
     "-apple-system, BlinkMacSystemFont, 'Segoe UI', Roboto, 'Noto Sans', 'Liberation Sans', Arial, sans-serif"
@@ -35,16 +36,16 @@ FONT = (
 BAND = "p10–p90"
 _MARKS = {"critical": RED, "warning": ORANGE, "notice": "#b8930a", "info": GREY}
 MARGIN = {"l": 96, "r": 12}
-"""Margins in px of every chart with an axis of steps: they are aligned with each other."""
+"""Left and right margins in px of every chart with an axis of steps, so that the charts are aligned."""
 _FULL_PCT = 102
 BOTTOM = 52
-"""Margin in px below a chart whose ticks have two lines: a step, or a time, and what belongs to it."""
+"""Margin in px below a chart whose ticks have two lines: a step or a time, and a second line for it."""
 _TICKS, _DATED_TICKS, _TICKS_ALONE = 5, 4, 8
-"""Ticks at most of an axis of steps, of one whose times have dates, and of a figure that stands alone."""
+"""Largest number of ticks of an axis of steps, of one whose times have dates, and of a stand-alone figure."""
 _NAMED_IF_ZOOMED = 1_000
-"""Steps whose times an axis knows where a person zooms with no new figure being made."""
+"""Number of steps whose times an axis knows, for a zoom in the browser that requests no new figure."""
 CLOCK = "time"
-"""Name of the trace that has the times of steps; nothing of it is drawn."""
+"""Name of the trace that holds the times of steps. It is not drawn."""
 
 
 def _axis(title: str, **more: Any) -> dict[str, Any]:
@@ -62,8 +63,8 @@ def figure(
     **layout: Any,
 ) -> Figure:
     """
-    Return a figure; `frame` is what all charts of steps have in common (`frame_of`, `axis.frame`). What is
-    hidden by a person stays so while `revision` does.
+    Return a figure. `frame` is the part that all charts of steps share (`frame_of`, `axis.frame`). Traces
+    that a person has hidden stay hidden while `revision` stays the same.
     """
     if frame:
         clock = frame.get("clock")
@@ -72,7 +73,7 @@ def figure(
         if clock and frame["alone"] and "hovermode" not in layout:
             traces = [*traces, *_clock_trace(clock, traces)]
     two_lines = frame or layout.get("xaxis", {}).get("type") == "date"
-    # No `automargin` where labels are numbers: with it plotly.js lays a chart out twice.
+    # No `automargin` if labels are numbers: it makes plotly.js lay the chart out twice.
     x_axis = {"showgrid": False, "ticks": "outside", "ticklen": 4, "showspikes": False}
     y_axis = {"rangemode": "tozero", "nticks": 5, "fixedrange": True, "ticklabeloverflow": "allow"}
     base = {
@@ -97,9 +98,9 @@ def frame_of(
     alone: bool = False,
 ) -> dict[str, Any]:
     """
-    Return what every chart of steps of a run has in common: when steps were over, the range of steps, and
-    where the present verdict began. `alone`: around it is no page of ours, which says the time of what is
-    under the mouse (assets/axis.js), and asks for another figure where a person zooms.
+    Return the part that all charts of steps of a run share: when steps ended, the range of steps, and where
+    the current verdict began. `alone`: the figure is not on a page of ours. Our pages show the time of the
+    point under the mouse (assets/axis.js), and request a new figure when a person zooms.
     """
     return {"between": between, "onset": onset, "clock": clock, "alone": alone}
 
@@ -112,7 +113,10 @@ def _framed(
     clock: StepClock | None = None,
     alone: bool = False,
 ) -> dict[str, Any]:
-    """Return the layout of a chart of steps, or over time: a drag chooses other ones, see assets/axis.js."""
+    """
+    Return the layout of a chart of steps, or of a chart over time. Dragging selects other steps
+    (assets/axis.js).
+    """
     shapes, notes = [*layout.get("shapes", ())], [*layout.get("annotations", ())]
     if onset is not None:
         line = {"x0": onset, "x1": onset, "yref": "paper", "y0": 0, "y1": 1}
@@ -137,8 +141,8 @@ def step_ticks(
     clock: StepClock, between: Sequence[float] | None = None, zoomed: bool = False
 ) -> dict[str, Any]:
     """
-    Return the properties of an axis of steps whose ticks have the time of their step under it. `zoomed`: and
-    those that it may have where a person zooms.
+    Return the properties of an axis of steps whose ticks show the time of their step below the step.
+    `zoomed`: also include ticks for when a person zooms.
     """
     low, high = between or clock.span
     first, last = max(clock.span[0], math.ceil(low)), min(clock.span[1], math.floor(high))
@@ -150,7 +154,7 @@ def step_ticks(
         steps = sorted({*steps, *range(-(-first // every) * every, last + 1, every)})
     times = clock.texts(steps, brief=True)
     return {
-        "tickformat": ",~f",  # "20,000", as the labels are written here
+        "tickformat": ",~f",  # "20,000", as in the labels here
         "labelalias": {f"{step:,}": f"{step:,}<br>{time}" for step, time in zip(steps, times, strict=True)},
         "nticks": most,
         "tickangle": 0,
@@ -158,7 +162,7 @@ def step_ticks(
 
 
 def _clock_trace(clock: StepClock, traces: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what says the time of a step beside the values of lines."""
+    """Return the trace that shows the time of a step next to the values of lines."""
     steps: Any = next((one["x"] for one in traces if one.get("mode") == "lines"), ())
     quiet = {"mode": "none", "showlegend": False, "hovertemplate": "%{text}<extra></extra>"}
     times = clock.texts(steps)
@@ -166,7 +170,10 @@ def _clock_trace(clock: StepClock, traces: Sequence[Mapping[str, Any]]) -> list[
 
 
 def _exactly(**limits: float) -> dict[str, Any]:
-    """Return limits of an axis. A `range` that changes would throw away the user's zoom; these do not."""
+    """
+    Return limits of an axis. Changing `range` would discard the user's zoom; changing these
+    limits does not.
+    """
     return {"autorangeoptions": limits}
 
 
@@ -182,7 +189,10 @@ def _array(values: Series) -> Array:
 
 
 def scale(values: Array, unit: str) -> dict[str, Any]:
-    """Keep one slow first step from pressing all others flat, and say that it is cut off."""
+    """
+    Limit the axis so that one slow first step does not flatten all others; the label says that it
+    is cut off.
+    """
     end = drawing.cap(values)
     if end is None:
         return {}
@@ -206,7 +216,7 @@ def exposed(
     revision: str = "",
     frame: Mapping[str, Any] | None = None,
 ) -> Figure:
-    """Return the stacked area of the exposed time of each stage, ms per step: the sum is the step."""
+    """Return the exposed time of each stage as stacked areas, in ms per step. Their sum is the step time."""
     if not steps:
         return blank("No closed step yet.")
     stacked = {"stackgroup": "one", "hovertemplate": "%{y:.1f} ms"}
@@ -226,7 +236,7 @@ def timeline(
     frame: Mapping[str, Any] | None = None,
 ) -> Figure:
     """
-    Return the busy time in a step: median rank, worst rank, a p10–p90 band, and events as marks on the axis.
+    Return the busy time per step: median rank, worst rank, a p10–p90 band, and events as marks on the axis.
     `columns` is None before the first step.
     """
     if columns is None:
@@ -247,7 +257,7 @@ def timeline(
 
 
 def _aligned(layout: dict[str, Any]) -> dict[str, Any]:
-    """Return the layout of a chart whose plot is as wide as that of the heatmap."""
+    """Return the layout of a chart whose plot area is as wide as the heatmap's."""
     return {**layout, "margin": {**MARGIN, "t": 6, "b": BOTTOM}}
 
 
@@ -284,8 +294,11 @@ def lines(
     revision: str = "",
     frame: Mapping[str, Any] | None = None,
 ) -> Figure:
-    """Return lines over `x`: steps, or with kind "time" ns since the epoch; `y` is the name of the axis."""
-    colour = dict(zip(series, itertools.cycle(colours), strict=False))  # of a name, whatever else is shown
+    """
+    Return lines over `x`: steps, or with kind "time" times in ns since the epoch. `y` is the name of the
+    y-axis.
+    """
+    colour = dict(zip(series, itertools.cycle(colours), strict=False))  # fixed per name
     arrays = {name: _array(values) for name, values in series.items()}
     shown = {name: values for name, values in arrays.items() if np.isfinite(values).any()}
     if not len(x) or not shown:
@@ -312,15 +325,18 @@ def _time() -> str:
 
 
 def _on_clock(frame: Mapping[str, Any], first: int, last: int) -> Mapping[str, Any]:
-    """Return what charts have in common for one from `first` to `last`, ms since the epoch."""
+    """
+    Return the shared part of charts (see `frame_of`) for a chart from `first` to `last`, in ms since the
+    epoch.
+    """
     onset = frame["onset"]
     if onset and not first <= onset <= last:
-        onset = None  # its word would make the chart wider, as it would without `between`
+        onset = None  # its label would make the chart wider, even without `between`
     return {**frame, "onset": onset, "between": frame["between"] or (first, last)}
 
 
 def overlaid(chart: Overlay, axis: str, revision: str = "") -> Figure:
-    """Return the lines of several runs over each other; `axis`: over `step`, or `time` since the first."""
+    """Return lines of several runs in one chart. `axis` is `step`, or `time` since the first step."""
     lines = chart.lines[axis]
     longest = max(float(line.x[-1]) for line in lines)
     size, unit = (
@@ -350,7 +366,7 @@ def overlaid(chart: Overlay, axis: str, revision: str = "") -> Figure:
 def sizes(
     series: Mapping[str, tuple[Sequence[int], Sequence[float], str]], frame: Mapping[str, Any] | None = None
 ) -> Figure:
-    """Return bytes over time, by name: times of its own (ns since the epoch), values, colour."""
+    """Return bytes over time as lines: name → its own times (ns since the epoch), values and colour."""
     unit, factor = ("GB", 1e-9) if max(max(curve[1]) for curve in series.values()) >= 1e9 else ("MB", 1e-6)
     traces = [
         _line(
@@ -369,7 +385,7 @@ def sizes(
 
 
 def waterfall(before: Mapping[str, float], since: Mapping[str, float]) -> Figure:
-    """Return what a step took before and takes since, and between them what each stage has added, ms."""
+    """Return a waterfall chart: step time before and since a change, and what each stage has added, in ms."""
     bars = drawing.waterfall(before, since)[::-1]  # the first is on top
     trace = {
         "type": "bar",
@@ -393,7 +409,7 @@ def waterfall(before: Mapping[str, float], since: Mapping[str, float]) -> Figure
 
 
 def icicle(boxes: Sequence[drawing.Box]) -> Figure:
-    """Return layers as boxes, ms wide, each above those that are inside it; the model is on top."""
+    """Return layers as boxes, in ms, each above the layers that it contains. The model is on top."""
     depth = max((box.depth for box in boxes), default=0)
     trace = {
         "type": "bar",
@@ -425,7 +441,7 @@ def icicle(boxes: Sequence[drawing.Box]) -> Figure:
 
 
 def rows(times: Mapping[str, Mapping[str, float]], revision: str = "") -> Figure:
-    """Return rows under each other, by name: a bar with the ms of each stage."""
+    """Return horizontal bars below each other, by name. Each has the ms of each stage."""
     names = [*times][::-1]  # the first is on top
     traces: list[dict[str, Any]] = [
         {
@@ -449,7 +465,10 @@ def quantities(
     revision: str,
     frame: Mapping[str, Any] | None = None,
 ) -> Figure:
-    """Return lines over time of quantities of one unit, by name; those without any value are left out."""
+    """
+    Return lines over time of quantities with one unit, by name. Quantities without any value are
+    left out.
+    """
     unit = next(iter(named.values()))[0].unit
     series = {name: _array(values or ()) * unit.scale for name, (_, values) in named.items()}
     top = _FULL_PCT if unit.axis == "%" else None
@@ -459,7 +478,7 @@ def quantities(
 
 def _clock(t_ns: Sequence[int]) -> dict[str, Any]:
     short = t_ns[-1] - t_ns[0] < 600e9
-    # What is behind the line break is under the first tick of each day.
+    # The text after the line break appears under the first tick of each day.
     ticks = (
         {"nticks": 4, "tickformat": "%H:%M:%S\n%d %b"}
         if short
@@ -469,7 +488,7 @@ def _clock(t_ns: Sequence[int]) -> dict[str, Any]:
 
 
 def middles(columns: StepColumns) -> list[int]:
-    """Return the step at which a column is drawn as a point of a line."""
+    """Return, for each column, the step at which it is drawn as a point of a line."""
     both: Array = (columns.first + columns.last) // 2
     steps: list[int] = both.tolist()
     return steps

@@ -1,4 +1,4 @@
-"""What was found in a run that is looked at, in order, and which of it is read first."""
+"""The findings of a run being viewed, in order, and which one to read first."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from .state import RUNNING
 
 def found_in(cache: SessionPoll, run: RunState, state: str) -> list[Finding]:
     """
-    Return what was found in a run: of one that is over, what its summary has. Those of the verdict are of the
-    verdict that is shown. Of a large job that goes on, they may be all: see `View.every_s`.
+    Return the findings of a run. For a run that is over, they come from its summary. The verdict's findings
+    belong to the verdict that is shown. For a large live job these may be the only findings, see
+    `View.every_s`.
     """
     if run.verdict is None:
         return []
@@ -33,5 +34,5 @@ def found_in(cache: SessionPoll, run: RunState, state: str) -> list[Finding]:
 
 
 def first_of(run: RunState, findings: list[Finding]) -> Conclusion | None:
-    """Return what to read first of a run, None before any verdict."""
+    """Return the conclusion to read first. None: there is no verdict yet."""
     return None if run.verdict is None else conclude(run.verdict, findings)

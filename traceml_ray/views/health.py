@@ -21,7 +21,10 @@ from .values import age_s, number
 
 
 def health(cache: SessionPoll, run: RunState | None, viewer: str) -> dict[str, Any]:
-    """Return the ledger, cost and errors of the monitor (and of `viewer`), and the state of its relays."""
+    """
+    Return row counts, cost and errors of the monitor (and errors of `viewer`), and the state of
+    its relays.
+    """
     processes = list(run.ranks.values()) if run else []
     nodes = run.nodes if run else []
     poll = np.array(cache.poll_ms or [np.nan])
@@ -50,7 +53,7 @@ def _errors(cache: SessionPoll, run: RunState | None, viewer: str) -> dict[str, 
 
 
 def _sent(processes: Iterable[RankProcess]) -> tuple[int, float]:
-    """Return the bytes that the agents have sent, and the seconds they took."""
+    """Return the number of bytes that the agents have sent, and the seconds that sending took."""
     with_bytes = [process for process in processes if process.sent_bytes is not None]
     seconds = max(
         ((process.last_seen_ns - process.first_seen_ns) / 1e9 for process in with_bytes), default=0.0
@@ -59,7 +62,10 @@ def _sent(processes: Iterable[RankProcess]) -> tuple[int, float]:
 
 
 def losing(ledger: WholeLedger, over: bool) -> list[tuple[str, RankLedger]]:
-    """Return the ranks that lost rows; of a run that has ended, also those whose last rows are missing."""
+    """
+    Return the ranks that lost rows. For a run that has ended, also the ranks whose last rows are
+    missing.
+    """
     return [
         (rank, rows)
         for rank, rows in ledger.per_rank.items()

@@ -16,23 +16,23 @@ from traceml_ray.document.drawing import HEAT_COLOURS, HEAT_MISSING, HEIGHT, Hea
 from traceml_ray.views.figures import BOTTOM, MARGIN, Figure, figure
 
 TOP = 6
-"""Margin in px above the rows; below them: `figures.BOTTOM`."""
+"""Margin in px above the rows. The margin below them is `figures.BOTTOM`."""
 _LINE = 14
-"""px that a line between nodes needs."""
+"""Height in px that a line between nodes needs."""
 
 
 def heat_figure(
     heat: StepColumns, drawn: Sequence[HeatRow], revision: str, frame: Mapping[str, Any]
 ) -> Figure:
     """
-    Return the heatmap; what a person has zoomed stays so while `revision` does. assets/heatmap.js has what a
-    click and the mouse do from the trace's `meta`.
+    Return the heatmap. A person's zoom is kept while `revision` stays the same. assets/heatmap.js reads from
+    the trace's `meta` what a click and a hover do.
     """
     heights = [row.height for row in drawn]
     edges = [0, *accumulate(heights)]
     first, last = heat.first.tolist(), heat.last.tolist()
     z = drawing.worst(heat, drawn)
-    # Lines of one height: plotly.js paints others cell by cell, in twice the time.
+    # Lines of equal height: plotly.js paints others cell by cell, which takes twice as long.
     z = np.repeat(z, heights, axis=0)
     grey = 254.01 / 255
     trace = {
@@ -71,7 +71,7 @@ def heat_figure(
 
 
 def _row_details(heat: StepColumns, row: HeatRow, edge: int) -> dict[str, Any]:
-    """Return what the browser needs of a row: name, link, position, its rank or first and last rank."""
+    """Return what the browser needs for a row: name, link, position, and its rank or first and last rank."""
     ranks = [row.rank]
     if row.rank is None:
         ranks = [heat.ranks[line] for line in (row.lines[0], row.lines[-1])] if row.href else []

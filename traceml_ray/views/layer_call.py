@@ -19,7 +19,7 @@ _POLL_S = 0.2
 def ask_layers(
     ask: Callable[[query.Request[Any]], Any], steps: int | None, run: str | None, timeout: float
 ) -> Layers:
-    """Return the layers as `Session.layers` does; `ask` returns the answer to a question."""
+    """Return the layers, as `Session.layers` does. `ask` sends a question and returns its answer."""
     if steps is None:
         layers: Layers = ask(GetLayers(run))
         return layers
@@ -36,8 +36,9 @@ def measured(
     goes_on: Callable[[], bool] = lambda: True,
 ) -> Layers:
     """
-    Return what was measured for the request `asked`, once all living ranks have; after `timeout` s, or when
-    no rank lives any more, or the session no longer `goes_on`, what there is by then.
+    Return what was measured for the request `asked`, once all live ranks have measured. Returns the
+    measurements so far after `timeout` s, when no rank is alive any more, or when the session no longer
+    `goes_on`.
     """
     deadline = time.monotonic() + timeout
     while True:

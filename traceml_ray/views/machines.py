@@ -1,6 +1,6 @@
 """
-What is known of a machine: the samples of a node and of its processes as series, its devices, which of them a
-rank uses, and how much memory its ranks have. Of all series the newest are kept that a chart shows.
+Data about one machine: samples of a node and of its processes as series, its devices, which device a rank
+uses, and how much memory its ranks use. Each series keeps only the newest samples, as many as a chart shows.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SAMPLES = 170
 """Largest number of samples drawn in a chart."""
 HELD = 5
 """
-Samples over which a counter of a device is held: NVML is asked for it in every fifth sample only. So many
-more are asked for than drawn, as a rate needs those before: a chart that goes on has new points, and is else
-as it was.
+Number of samples over which a device counter is held, because NVML is queried for it in every fifth sample
+only. This many more samples are requested than drawn, because a rate needs the samples before it. So when a
+live chart advances, it gains points and its other points stay unchanged.
 """
 _NEWEST = "allocated_bytes", "reserved_bytes", "rss_bytes", "limit_used_bytes", "limit_bytes"
 _DEVICES = 16
@@ -40,7 +40,7 @@ def node_rank_rows(
     """
     Return the ranks of a node (one of `ranks.nodes`), the rows of `tables.node_rank_columns`.
 
-    `samples` are of the node; where the processes of its GPUs are not in them, the GPU of a rank is None.
+    `samples` are samples of the node. If they lack the processes of its GPUs, the GPU of a rank is None.
     """
     by_process = {run.ranks[rank].id: rank for rank in node["ranks"] if rank in run.ranks}
     latest = cache.ask(query.GetProcessSamples(tuple(by_process), last=1)) or []
@@ -66,7 +66,7 @@ def node_rank_rows(
 
 
 def _device_memory(cache: SessionPoll, ranks: Mapping[int, int]) -> dict[int, list[int]]:
-    """Return by rank what torch has allocated and reserved last, on all devices together."""
+    """Return, by rank, what torch last had allocated and reserved, summed over all devices."""
     samples_of_rank: dict[int, list[MemorySample]] = {}
     for process, sample in cache.ask(query.GetMemorySamples(tuple(ranks), last=_DEVICES)) or ():
         if sample.allocated_bytes is not None and sample.reserved_bytes is not None:
@@ -84,9 +84,9 @@ def _device_memory(cache: SessionPoll, ranks: Mapping[int, int]) -> dict[int, li
 
 def gpu_of(who: RankIdentity | None, samples: Sequence[Mapping[str, Any]]) -> int | None:
     """
-    Return the index of the GPU on which a rank's process was seen last; None: it is not known.
+    Return the index of the GPU on which a rank's process was last seen. None: unknown.
 
-    `samples` are of its node, the newest last; not every one has the processes.
+    `samples` are samples of its node, the newest last. Not every sample has the processes.
     """
     pid = who.pid if who else -1
     for sample in reversed(samples):
@@ -99,13 +99,16 @@ def gpu_of(who: RankIdentity | None, samples: Sequence[Mapping[str, Any]]) -> in
 def samples_of(
     cache: SessionPoll, request: query.GetNodeSamples | query.GetProcessSamples | query.GetMemorySamples
 ) -> list[dict[str, Any]]:
-    """Return the samples of one node or process, the newest last; none while they are asked for."""
+    """Return the samples of one node or process, the newest last. Empty until the answer has arrived."""
     answers: Sequence[tuple[Any, Any]] = cache.ask(request) or ()
     return [as_dict(sample) for _, sample in answers]
 
 
 def timed_series(samples: Sequence[Mapping[str, Any]], quantities: Sequence[Quantity]) -> dict[str, Any]:
-    """Return the newest SAMPLES values of each quantity, by its name; `t_ns` is when they were measured."""
+    """
+    Return the newest SAMPLES values of each quantity, by its name. `t_ns` holds the times of
+    measurement.
+    """
     return _newest({"t_ns": [sample["t_ns"] for sample in samples], **series(samples, quantities)})
 
 
@@ -117,9 +120,9 @@ def gpu_series(
     node: str, samples: Sequence[Mapping[str, Any]], events: Iterable[EventRow]
 ) -> list[dict[str, Any]]:
     """
-    Return for each GPU of a node its series, by the name of the quantity, and its newest facts.
+    Return the series of each GPU of a node, by name of the quantity, and the newest facts about the GPU.
 
-    `xid` has its critical errors (of `events`), the newest first; None: not known.
+    `xid` has the critical errors of the GPU (from `events`), the newest first. None: unknown.
     """
     by_device: dict[int, list[dict[str, Any]]] = {}
     for sample in samples:
@@ -146,7 +149,10 @@ def gpu_series(
 
 
 def _held(values: Sequence[Any] | None) -> list[Any] | None:
-    """Return the values, each held for HELD samples where others are not known; None: none is known."""
+    """
+    Return the values. Each is held for HELD samples if the following ones are unknown. None: there is no
+    known value.
+    """
     last, age, filled = None, 0, []
     for value in values or ():
         last, age = (last, age + 1) if value is None else (value, 0)
@@ -156,8 +162,8 @@ def _held(values: Sequence[Any] | None) -> list[Any] | None:
 
 def memory_series(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
-    Return the series and the newest values of the memory of a process: of each of its GPUs, that of its host
-    with the first. `samples` are of one process, the newest last.
+    Return series and newest values of a process's memory, for each of its GPUs. Host memory is included with
+    the first GPU. `samples` are samples of one process, the newest last.
     """
     by_device: dict[int | None, list[Mapping[str, Any]]] = {}
     for sample in samples:

@@ -1,4 +1,4 @@
-"""What is drawn of the memory of ranks: a curve over time for each rank and device."""
+"""Curves of the memory of ranks over time: one for each rank and device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COUNTERS = {
     "process_bytes": "on the device, by the driver",
     "rss_bytes": "resident (RSS)",
 }
-"""Charts by field of a memory sample."""
+"""Title of the chart for each field of a memory sample."""
 Curve = tuple[list[int], list[float]]
 """Times (ns since the epoch) and values (bytes)."""
 
@@ -20,12 +20,12 @@ def memory_curves(
     processes: Mapping[int, int], samples: Sequence[tuple[int, MemorySample]]
 ) -> dict[str, dict[str, Curve]]:
     """
-    Return curves by field of a sample, then by rank and device ("rank 3, GPU 1"); a field that no sample has
+    Return curves by field of a sample, then by rank and device ("rank 3, GPU 1"). A field that no sample has
     is left out.
 
     Args:
-        processes: number of the process of each rank that is drawn.
-        samples: number of the process, and the sample, in order of time.
+        processes: process number of each rank to draw, by rank.
+        samples: pairs of process number and sample, in order of time.
     """
     ranks = {process: rank for rank, process in processes.items()}
     charts: dict[str, dict[str, Curve]] = {name: {} for name in COUNTERS}

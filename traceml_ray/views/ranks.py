@@ -1,7 +1,7 @@
 """
-The ranks of a run: where each is, in what state, and where its time goes.
+The ranks of a run: where each one runs, its state, and where its time goes.
 
-The nodes of a run: the times of their ranks, and how busy and how full they are.
+Also the nodes of a run: the times of their ranks, and how loaded they are.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def rank_rows(
     cache: SessionPoll, run: RunState, steps: tuple[int, int] | None = None
 ) -> list[dict[str, Any]]:
     """
-    Return a row for each rank: where it is, what its steps (the first and the last of them may be given) are
-    made of; named ones first, then the dead.
+    Return a row for each rank: where it runs, and the stages of its steps (a first and a last step may be
+    given). Named ranks come first, then dead ranks.
     """
     asked = query.GetRankTimes(run.id) if steps is None else query.GetRankTimes(run.id, True, *steps)
     times = cache.ask(asked)
@@ -87,7 +87,7 @@ def rank_rows(
 
 
 def position(run: RunState, rank: int, reporting: Collection[int] | None = None) -> dict[str, Any]:
-    """Return the local rank and the state of a rank; `reporting` are the ranks that still report."""
+    """Return the local rank and the state of a rank. `reporting`: the ranks that still report."""
     process = run.ranks[rank]
     reporting = run.reporting() if reporting is None else reporting
     going = SERVES if process.serves else "running"
@@ -104,8 +104,8 @@ def position(run: RunState, rank: int, reporting: Collection[int] | None = None)
 
 def busy_lines(columns: StepColumns | None, most: int) -> Callable[[int], list[float | None]] | None:
     """
-    Return what returns the busy time of a rank over that of the median rank, in each of the newest `most`
-    columns; None where the lines of `columns` are nodes, or nothing is known.
+    Return a function of a rank. Its result is the rank's busy time relative to the median rank in each of the
+    newest `most` columns; None if the rows of `columns` are nodes, or if nothing is known.
     """
     if columns is None or columns.by != "rank" or not columns.z.size:
         return None
@@ -130,7 +130,10 @@ _ABOUT_NODE = "node_id", "label", "hostname", "address", "alive", "ranks"
 
 
 def nodes(run: RunState, times: StepTimes | None) -> list[dict[str, Any]]:
-    """Return the nodes of a run: the lost ones first, then those that the verdict names, then by name."""
+    """
+    Return the nodes of a run: lost nodes first, then nodes that the verdict names, then the
+    others by name.
+    """
     times_by_node = times.nodes if times else {}
     listed = {node.label for node in run.nodes}
     known = [{name: getattr(node, name) for name in _ABOUT_NODE} for node in run.nodes]
@@ -146,19 +149,22 @@ def nodes(run: RunState, times: StepTimes | None) -> list[dict[str, Any]]:
 
 
 def _unlisted(run: RunState, label: str) -> dict[str, Any]:
-    """Return a node that is known only from its ranks."""
+    """Return a node that is known only through its ranks."""
     ranks = [rank for rank in run.ranks if run.node_of(rank) == label]
     about = {"node_id": label, "label": label, "hostname": label, "address": None}
     return {**about, "alive": True, "ranks": ranks}
 
 
 def badness(node: Mapping[str, Any]) -> tuple[bool, bool, float]:
-    """Return how bad a node is: worst are lost ones, then those that the verdict names, then the slowest."""
+    """
+    Return a sort key for nodes: lost nodes are worst, then those that the verdict names, then the
+    slowest.
+    """
     return not node["alive"], node["named"], node["slower_pct"] or 0.0
 
 
 def evidence_of(verdict: VerdictInfo | None) -> dict[str, list[str]]:
-    """Return the anomalies beside a verdict, by node."""
+    """Return the node anomalies that accompany a verdict, by node."""
     sentences_by_node: dict[str, list[str]] = {}
     for anomaly in (verdict.machine if verdict else None) or ():
         sentences_by_node.setdefault(anomaly.node, []).append(anomaly.text)
@@ -167,10 +173,10 @@ def evidence_of(verdict: VerdictInfo | None) -> dict[str, list[str]]:
 
 def rank_steps(cache: SessionPoll, run: RunState, rank: int, shown: Mapping[str, Any]) -> dict[str, Any]:
     """
-    Return the stages by step, in ms, of a rank, of the median rank and of the rank's host (None: it has no
-    rows of its own), and the spans inside them with their shares of their stages.
+    Return the stage times by step, in ms, of a rank, of the median rank and of the rank's host (None: the
+    host has no separate rows). Also return the spans inside the stages, with their shares of the stages.
 
-    `shown` has the `first` and the `last` step; without them it is the newest ones.
+    `shown` has the `first` and the `last` step. Without them, the newest steps are returned.
     """
     steps = cache.ask(query.GetRankSteps(run.id, rank, MAX_BINS, **shown))
     if steps is None or not (numbers := steps.steps.tolist()):
@@ -192,7 +198,7 @@ def _share_of_stage(ms: float, stage_ms: float) -> float | None:
 
 
 def costs_of(findings: Sequence[Finding]) -> dict[str, float]:
-    """Return the share (0..1) of the time that the verdict says fixing it saves, by node that it names."""
+    """Return, by node that the verdict names, the share (0..1) of the time that fixing it would save."""
     costs: dict[str, float] = {}
     for finding in findings:
         if finding.signal == "steps" and finding.cost is not None:

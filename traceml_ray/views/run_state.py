@@ -25,17 +25,17 @@ from .values import as_dict
 
 MAX_EVENTS = 2000
 SLOW_S = 5.0
-"""From `SLOW_RANKS` ranks on, ranks and nodes are asked for only every `SLOW_S` seconds."""
+"""From `SLOW_RANKS` ranks on, ranks and nodes are polled only every `SLOW_S` seconds."""
 
 
 LOADS = 60
-"""Number of the newest loads kept of each node."""
+"""Number of newest loads kept per node."""
 _FIRST_LOADS = 24
-"""Number of samples of each node that are asked for at first; from then on, the newest one."""
+"""Number of samples of each node in the first request. Later requests ask for the newest sample only."""
 
 
 class NodeLoad(NamedTuple):
-    """How busy and how full a node was, and the hottest of its GPUs; None: not known."""
+    """How loaded and how full a node was, and the temperature of its hottest GPU. None: unknown."""
 
     t_ns: int
     cpu_pct: float | None
@@ -45,19 +45,19 @@ class NodeLoad(NamedTuple):
 
 
 class RunState:
-    """The newest answers about one run: the numbers of its steps, its ranks, nodes, events and verdicts."""
+    """The newest answers about one run: its step times, ranks, nodes, events and verdicts."""
 
     def __init__(self, run: str, limits: Thresholds) -> None:
         self.id = run
         self.viewed_at = 0.0
         self.times: StepTimes | None = None
-        """The numbers of its steps, see `analysis.step_numbers.times`."""
+        """Step times of the run, see `analysis.step_numbers.times`."""
         self.signals: dict[str, Any] = {}
         """The newest answer of each signal that is polled, by name."""
         self.verdict: LiveVerdict | None = None
         self.ranks: dict[int, RankProcess] = {}
         self.world = 0
-        """Number of ranks of the job, as far as known."""
+        """Number of ranks of the job, as far as it is known."""
         self._reporting: frozenset[int] = frozenset()
         self.nodes: list[NodeInfo] = []
         self.labels: dict[str, str] = {}
@@ -65,12 +65,12 @@ class RunState:
         self.samples: dict[str, dict[str, Any]] = {}
         """Newest sample of each node, by id."""
         self.loads: dict[str, deque[NodeLoad]] = {}
-        """Newest loads of each node, by id, the newest last: those that polls have brought."""
+        """Loads of each node, by node id, received by polling. The newest is last."""
         self.events: deque[EventRow] = deque(maxlen=MAX_EVENTS)
         self.verdicts: deque[VerdictChange] = deque(maxlen=MAX_EVENTS)
         self._patience_ns = int(limits.report_timeout_s * 1e9)
         self._seen = 0, 0
-        """Cursors of the newest event and the newest change of verdict that were read."""
+        """Cursors of the newest event and of the newest change of verdict that were read."""
         self._asked_ranks = float("-inf")
 
     @property
@@ -84,7 +84,7 @@ class RunState:
         return self.times.last_step if self.times else None
 
     def questions(self, now: float) -> list[Request[Any]]:
-        """Return the questions to ask; `update` takes their answers."""
+        """Return the questions to ask. `update` receives their answers."""
         asked: list[Request[Any]] = [query.GetVerdict(self.id), query.GetTimes(self.id)]
         asked += [view.question(self.id) for view in POLLED]
         asked.append(query.GetEvents(self.id, self._seen[0], brief=True, most=MAX_EVENTS))
@@ -101,7 +101,7 @@ class RunState:
         return asked
 
     def update(self, asked: list[Request[Any]], answers: list[Any]) -> bool:
-        """Apply the answers to `questions`; return whether anything is new."""
+        """Apply the answers to `questions`. Return whether anything is new."""
         answer_to = {type(request): answer for request, answer in zip(asked, answers, strict=True)}
         events, verdicts = answer_to[query.GetEvents], answer_to[query.GetVerdicts]
         self._seen = events.cursor, verdicts.cursor
@@ -124,7 +124,10 @@ class RunState:
         return self.update_times(answer_to[query.GetTimes]) or new
 
     def _add_samples(self, samples: Sequence[tuple[str, NodeSample]]) -> None:
-        """Apply samples of nodes, those of one node in order of time. One that is known adds nothing."""
+        """
+        Apply samples of nodes; the samples of one node are in order of time. A known sample adds
+        nothing.
+        """
         self.samples = {node: as_dict(sample) for node, sample in dict(samples).items()}
         for node, sample in samples:
             loads = self.loads.setdefault(node, deque(maxlen=LOADS))
@@ -133,7 +136,7 @@ class RunState:
                 loads.append(NodeLoad(sample.t_ns, *(load[name] for name in NodeLoad._fields[1:])))
 
     def update_times(self, times: StepTimes) -> bool:
-        """Replace the numbers of the run's steps; return whether there are new ones."""
+        """Replace the step times of the run. Return whether there are new ones."""
         before, self.times = self.times, times
         return before is None or _state(before) != _state(times)
 
@@ -151,15 +154,18 @@ class RunState:
 
     @property
     def episodes(self) -> Sequence[TimedEpisode]:
-        """Episodes of the run, the costliest first; none where they are not known."""
+        """Episodes of the run, the costliest first. Empty if they are not known."""
         return (self.verdict.episodes if self.verdict else None) or ()
 
     def reporting(self) -> frozenset[int]:
-        """Return the ranks that may still deliver: not ended, and not silent for long while others report."""
+        """
+        Ranks that may still deliver. Ended ranks, and ranks silent for long while others report, are
+        excluded.
+        """
         return self._reporting
 
     def node_of(self, rank: int | None) -> str | None:
-        """Return the label of the node that a rank is on; None if not known."""
+        """Return the label of the node on which a rank runs. None: unknown."""
         process = self.ranks.get(rank) if rank is not None else None
         return self.labels.get(node_key(process), node_key(process)) if process and process.identity else None
 
@@ -174,7 +180,10 @@ def _state(times: StepTimes) -> tuple[object, ...]:
 
 
 def load_of(sample: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return how busy and how full a node and its GPUs are; of these the hottest, and the power of all."""
+    """
+    Return how loaded and full a node and its GPUs are: the value of the hottest GPU, and the
+    total power.
+    """
     gpus = sample.get("gpus") or []
     used, heat, power = (_known(gpus, name) for name in ("util_pct", "temperature_c", "power_w"))
     return {

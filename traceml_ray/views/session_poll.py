@@ -1,7 +1,7 @@
 """
-State of a session in this process: the newest answers, renewed once a tick. Nothing about training is
-computed here or in the views, only in `traceml_ray.analysis`. Times are in ms; None (NaN in arrays): not
-known.
+The state of a session in this process: the newest answers, renewed once a tick. Only `traceml_ray.analysis`
+computes anything about training; this module and the views do not. Times are in ms. None (NaN in arrays):
+unknown.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ _MAX_KEPT = 64
 _MAX_RUNS = 3
 """Largest number of runs polled at a time: the newest, and those viewed in the last `_VIEWED_S` seconds."""
 _VIEWED_S = 60.0
-"""How long a viewed run is polled, in s."""
+"""Time for which a run is polled after it was last viewed, in s."""
 _SLICE_S = 0.5
-"""How long one tick may read rows of a long run, in s."""
+"""Longest time for which one tick may read rows of a long run, in s."""
 _QUICK_S, _SHARE = 0.25, 5
-"""A source that takes longer than `_QUICK_S` to answer rests `_SHARE` times as long as the answer took."""
+"""
+A source that takes longer than `_QUICK_S` s to answer is left alone for `_SHARE` times as long as
+it took.
+"""
 _OF_STEPS = query.GetCell, query.GetSpans, query.GetStep
-"""Questions about certain steps; the next tick asks about other steps."""
+"""Questions about certain steps. The next tick asks about other steps."""
 _ROUNDS = 3
-"""Rounds of questions for one view: a question may depend on an earlier answer."""
+"""Rounds of questions for one view, because a question may depend on an earlier answer."""
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
@@ -59,10 +62,10 @@ _Wanted = dict[Request[Any], None]
 
 class _Answer(NamedTuple):
     version: int
-    """Version of the session that it answers for."""
+    """Version of the session to which the answer belongs."""
     value: Any
     came_s: float
-    """When it came, in s of `SessionPoll.timer`."""
+    """Time at which the answer arrived, in s of `SessionPoll.timer`."""
 
 
 _NO_ANSWER = _Answer(-1, None, float("-inf"))
@@ -70,14 +73,14 @@ _NO_ANSWER = _Answer(-1, None, float("-inf"))
 
 class SessionPoll:
     """
-    What views are made of. Any thread may call `poll` and `make`; none holds `lock` while the source is
-    asked, so one that is slow holds up only who needs its answer.
+    The data from which views are made. Any thread may call `poll` and `make`. No thread holds `lock` while it
+    asks the source, so a slow source delays only those who need its answer.
 
     Args:
         source: the session.
         clock: wall clock in ns.
         timer: measures how long the source takes, s.
-        thresholds: of the session's steps (warm-up, first window, coverage).
+        thresholds: thresholds for the session's steps (warm-up, first window, coverage).
     """
 
     def __init__(
@@ -90,11 +93,14 @@ class SessionPoll:
     ) -> None:
         self.source = source
         self.version = self.answered = 0
-        """`version`: changes of the session so far; `answered`: answered questions of views."""
+        """
+        `version`: number of changes of the session so far. `answered`: number of answered
+        questions of views.
+        """
         self.errors = Errors()
         """Errors of this poller, by place."""
         self.status: Status | None = None
-        """None before the first answer."""
+        """Newest status of the session. None before the first answer."""
         self.runs: list[RunInfo] = []
         self.poll_ms: deque[float] = deque(maxlen=300)
         self.stale_since_ns: int | None = None
@@ -106,19 +112,19 @@ class SessionPoll:
         self._answers: OrderedDict[Request[Any], _Answer] = OrderedDict()
         """Newest answers to questions of views."""
         self._wanted: _Wanted = {}
-        """Questions of the views that were just made."""
+        """Questions of the views that were made last."""
         self._used: dict[Request[Any], float] = {}
-        """Questions of the views that are open, with the time at which each is due again (s, of `timer`)."""
+        """Questions of open views, with the time at which each is due again (in s of `timer`)."""
         self.timer = timer
         self._limits = thresholds or Thresholds()
         self._polled: dict[str, RunState] = {}
         self._polling = threading.Lock()
         self._asked_runs = self._rest_until = 0.0
         self._over = False
-        """Whether everything of a session that has ended was read."""
+        """Whether everything of an ended session has been read."""
 
     def poll(self) -> bool:
-        """Bring everything up to date; return whether anything changed. Never raises."""
+        """Update everything; return whether anything changed. Never raises."""
         with self._polling:
             return self._poll()
 
@@ -139,7 +145,7 @@ class SessionPoll:
             changed = self._failed(QueryError(error_text(error)))
         took = self.timer() - began
         before = self.poll_ms[-1] / 1e3 if self.poll_ms else 0.0
-        slow = min(took, before) - _QUICK_S  # twice: the first time there is more to read
+        slow = min(took, before) - _QUICK_S  # the first answer has more to read
         self._rest_until = began + took + (_SHARE * slow if slow > 0 and self._caught_up() else 0)
         self.poll_ms.append(1e3 * took)
         if changed:
@@ -149,14 +155,14 @@ class SessionPoll:
         return changed
 
     def _renewed(self) -> None:
-        """Called for each new version: views that are open ask again."""
+        """Called for each new version: open views ask their questions again."""
         with self.lock:
             self._used = {}
 
     def make(self, make: Callable[[], _V]) -> tuple[int, _V]:
         """
-        Return what `make` makes of what is known (with `lock`), and as of which version; again once what it
-        asked is answered.
+        Return the result of `make`, called with `lock`, and the version that it describes. If `make` asked
+        questions, it is called again once they are answered.
         """
         for _ in range(_ROUNDS):
             with self.lock:
@@ -167,7 +173,7 @@ class SessionPoll:
         return version, value
 
     def renew(self) -> None:
-        """Make all views again: something is new that the source has not reported."""
+        """Make all views again: there is something new that the source has not reported."""
         with self.lock:
             self.version += 1
 
@@ -175,9 +181,10 @@ class SessionPoll:
         self, request: Request[A], settled: Callable[[A], bool] | None = None, every_s: float = 0.0
     ) -> A | None:
         """
-        Return the newest answer to a question of one view, None before any. Called with `lock` by what makes
-        it; what is not as of now is asked afterwards, and the view made again: not where the answer is
-        `settled`, or of a session that goes on no older than `every_s`.
+        Return the newest answer to a question of a view. None: no answer yet. The function that makes the
+        view calls this with `lock` held. If the answer is outdated, the question is asked afterwards and the
+        view is made again. An answer that is `settled` is never outdated; in a live session, neither is one
+        not older than `every_s`.
         """
         previous = self._answers.get(request, _NO_ANSWER)
         answer: A | None = previous.value
@@ -193,18 +200,18 @@ class SessionPoll:
         return due <= self.timer() or self.source.stored
 
     def deaths(self, run: RunState) -> Sequence[DeathInfo]:
-        """Return the ranks of a run that died, the first cause first; see `ask`."""
+        """Return the ranks of a run that died, the first cause first; see `ask` for when it is known."""
         return self.ask(query.GetDeaths(run.id)) or () if run.died else ()
 
     def _question(self, requests: Sequence[Request[Any]]) -> list[Any]:
         """
-        Ask the source without holding `lock`. `watching` says that an open view asks, which is no use by a
-        person.
+        Ask the source without holding `lock`. `watching` tells it that an open view asks, which does not
+        count as use by a person.
         """
         return query.ask(self.source.reply, requests, watching=True)
 
     def _fetch(self, wanted: _Wanted) -> bool:
-        """Ask what views want to know; return whether there are answers: not while the source is silent."""
+        """Ask the questions of views. Return whether there are answers; False while the source is silent."""
         if not wanted or self.stale_since_ns is not None or self.trouble:
             return False
         version = self.version
@@ -219,7 +226,7 @@ class SessionPoll:
         return True
 
     def _as_asked(self, wanted: _Wanted) -> list[Request[Any]]:
-        """Return the questions as they are sent: of columns, only for those that are missing here."""
+        """Return the questions in the form that is sent: only for columns that are missing here."""
         held = {request: self._answers.get(request, _NO_ANSWER).value for request in wanted}
         return [
             replace(request, since=value.next) if isinstance(value, StepColumns) else request
@@ -227,7 +234,7 @@ class SessionPoll:
         ]
 
     def _keep_answers(self, wanted: _Wanted, answers: Sequence[Any], version: int) -> bool:
-        """Store answers that belong to `version`; return whether one is new. Called with `lock` held."""
+        """Store the answers that belong to `version`; return whether any is new. Called with `lock` held."""
         new, now = False, self.timer()
         self.answered += 1
         for request, answer in zip(wanted, answers, strict=True):
@@ -246,11 +253,11 @@ class SessionPoll:
 
     @property
     def newest(self) -> RunState | None:
-        """The run shown if none is selected."""
+        """The newest run, which is shown if none is selected."""
         return self._polled.get((self.status and self.status.run) or "")
 
     def _ask(self, now: float) -> bool:
-        """Ask for what is new; several questions travel in one message."""
+        """Ask for everything new. Several questions are sent in one message."""
         with self.lock:
             for run in [*self._polled.values()]:
                 if run is not self.newest and now - run.viewed_at > _VIEWED_S:
@@ -306,7 +313,7 @@ class SessionPoll:
         return True
 
     def _catch_up(self, run: RunState, began: float) -> bool:
-        """Read further rows of a run for a limited time, if more are stored than one answer holds."""
+        """Read more rows of a run for a limited time, if more rows are stored than one answer holds."""
         changed, more = False, True
         while more and not run.is_read_to_end and self.timer() - began < _SLICE_S:
             (times,) = self._question([query.GetTimes(run.id)])
@@ -338,7 +345,7 @@ class SessionPoll:
         return run
 
     def _failed(self, error: QueryError) -> bool:
-        """Record that there was no answer; the known state stays."""
+        """Record that there was no answer. The known state is kept."""
         before = self.stale_since_ns, self.trouble
         if self.status is not None and self.stale_since_ns is None:
             self.stale_since_ns = self.clock()
@@ -348,8 +355,8 @@ class SessionPoll:
 
 def joined(before: StepColumns | None, answer: StepColumns) -> StepColumns | None:
     """
-    Return what was held `before` with what is new in `answer`: at most `MAX_BINS` columns, the newest. An
-    answer that goes on from other columns changes nothing, and the next one is complete.
+    Return the columns `before` extended by the new columns of `answer`, limited to the newest `MAX_BINS`. An
+    answer that continues other columns changes nothing; the next answer is then complete.
     """
     if answer.since is None:
         return answer

@@ -1,8 +1,8 @@
 """
-Where a session comes from: its aggregator, asked through Ray, or its file. Both answer the same questions.
+Sources of a session: its aggregator, queried through Ray, or its file. Both answer the same questions.
 
-Ray is kept at arm's length: it is attached to in a thread of its own, which may hang for as long as it
-likes; a question that it does not come to in time is not asked.
+Only a separate thread attaches to Ray and may hang for any time. A question that this thread does not reach
+in time is not asked.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from traceml_ray.store.session import (
 )
 
 ASK_S = 2.0
-"""How long an answer may take, in s."""
+"""Longest time for an answer, in s."""
 ATTACH_S = 15.0
-"""How long the first answer may take, in s: it includes attaching to Ray."""
+"""Longest time for the first answer, in s. It includes attaching to Ray."""
 START = (
     "Start one with `python -m traceml_ray.launch --nproc-per-node 4 train.py` in place of torchrun, "
     "or with `traceml_ray.start()` after `ray.init()`."
@@ -44,17 +44,17 @@ START = (
 
 
 class SourceError(QueryError):
-    """Nothing answers; the message says why."""
+    """No source answers; the message says why."""
 
 
 def open_source(session: str | None, out: str, ray_address: str | None, *, file: bool = False) -> Source:
     """
-    Return the session to look at: on the cluster at `ray_address` where one is given; else the one of that
-    name under `out` (or at that path); without a name, the newest that is live, else that on the cluster
-    of TRACEML_RAY_ADDRESS or RAY_ADDRESS, else the newest. One that is not there may still come. `file`: the
-    one under `out`, without Ray even while it is live.
+    Return the session to view. With `ray_address`, it is on that cluster. Otherwise, with a name, it is the
+    session of that name under `out` (or at that path). Without a name, it is the newest live session, else
+    the one on the cluster of TRACEML_RAY_ADDRESS or RAY_ADDRESS, else the newest. A session that does not
+    exist yet may still appear. `file`: use the session under `out`, without Ray even while it is live.
 
-    Raises `SessionError` for a path that is no session.
+    Raises `SessionError` if the path is not a session.
     """
     if file:
         return LocalSource(session, out, attach=False)
@@ -73,7 +73,7 @@ def open_source(session: str | None, out: str, ray_address: str | None, *, file:
 
 
 class StoredSource(Answers):
-    """Answers from the session file in `folder`, also while it is being written."""
+    """Answers from the session file in `folder`, even while it is being written."""
 
     def __init__(self, folder: Path, thresholds: Thresholds | None = None) -> None:
         super().__init__(folder, thresholds or Settings.load().thresholds)
@@ -87,12 +87,15 @@ class StoredSource(Answers):
 
     @property
     def stored(self) -> bool:
-        """Whether nobody writes to the session any more."""
+        """Whether no process writes to the session any more."""
         return holder(self.folder) is None
 
 
 class LiveSource:
-    """Asks the aggregator of `session` on the cluster that `where` says; it may come and go."""
+    """
+    Asks the aggregator of `session` on the cluster that `where` describes. The aggregator may
+    come and go.
+    """
 
     stored, starting = False, None
 
@@ -113,10 +116,10 @@ class LiveSource:
             raise SourceError(f"session {self.target!r} did not answer in time") from None
 
     def close(self) -> None:
-        """Ask no more; Ray is left when the process ends."""
+        """Ask no more questions. The process leaves Ray when it ends."""
 
     def _query(self, request: bytes) -> bytes:
-        """Ask the aggregator; in the thread that is Ray's."""
+        """Ask the aggregator. Runs in the thread that uses Ray."""
         self._attach()
         import ray
 
@@ -151,8 +154,8 @@ class CannotAttach(SourceError):  # noqa: N818
 
 class LocalSource:
     """
-    The session of that name under `out` (None: the one that runs, else the newest), on this machine: its
-    aggregator while it is live and lets us in (never, if not `attach`), else its file.
+    A session under `out` on this machine, by name (None: the running one, else the newest). Its aggregator
+    answers while it is live and accepts us (never without `attach`); otherwise its file does.
     """
 
     def __init__(self, session: str | None, out: str, *, attach: bool = True) -> None:
@@ -164,19 +167,19 @@ class LocalSource:
 
     @property
     def stored(self) -> bool:
-        """Whether it is over."""
+        """Whether the session is over."""
         return self._now is not None and self._now.stored
 
     @property
     def starting(self) -> Live | None:
-        """The state of the monitor of a live session, which may not answer yet; None where none is live."""
+        """State of the monitor of a live session, which may not answer yet. None: no session is live."""
         try:
             return live_state(self._folder or find(self._session, self.out, starting=True))
         except SessionError:
             return None
 
     def reply(self, message: bytes) -> bytes:
-        """Have a question answered. Raises `SourceError`."""
+        """Answer a question. Raises `SourceError`."""
         now = self._now or self._choose()
         try:
             return now.reply(message)
@@ -190,7 +193,7 @@ class LocalSource:
             return self._now.reply(message)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the source."""
         if self._now is not None:
             self._now.close()
 
@@ -210,14 +213,14 @@ class LocalSource:
 
 Source = StoredSource | LiveSource | LocalSource
 """
-A session that can be asked (`reply`, see `store.query`; any thread may), and let go of (`close`). `target` is
-what a person calls it, `out` where past sessions are, `stored` whether it is over, `starting` how far
-the monitor of one that runs and may not answer yet is.
+A session that any thread can query (`reply`, see `store.query`) and that can be closed (`close`). `target` is
+its name for people, `out` the folder of past sessions, and `stored` says whether it is over. `starting` is
+the state of the monitor of a running session that may not answer yet.
 """
 
 
 def _attachment(folder: Path) -> Attachment | None:
-    """Return how to attach to the cluster of a live session, as its launcher left it; None: not known."""
+    """Return how to attach to the cluster of a live session, as written by its launcher. None: unknown."""
     try:
         live = read_json(folder / LIVE, Live)
     except (OSError, ValueError):
@@ -230,11 +233,11 @@ def _attachment(folder: Path) -> Attachment | None:
 
 def _token_mode(folder: Path) -> dict[str, str | None]:
     """
-    Return the variable that makes Ray show this user's token, where the environment decides nothing.
+    Return the variable that makes Ray send this user's token, if the environment does not decide that.
 
-    A cluster that `ray.init()` starts requires a token by default. Ray itself shows the token to a local
+    A cluster that `ray.init()` starts requires a token by default. Ray itself sends the token to a local
     cluster that it has discovered, but never to an address that it is given. The folder of another user may
-    name any address, so the token is not shown there.
+    name any address, so the token is not sent there.
     """
     if "RAY_AUTH_MODE" in os.environ or not find_token(os.environ)[0]:
         return {}

@@ -1,4 +1,7 @@
-"""The state of a session in a word and in a sentence, how complete it is, and the verdict in sentences."""
+"""
+The state of a session in one word and in a sentence, how complete its data is, and the verdict in
+sentences.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ class CurrentEpisode(NamedTuple):
     """The episode that a verdict is about, and what else happened when it began."""
 
     episode: TimedEpisode
-    """In a run that has ended it does not go on."""
+    """The episode. In a run that has ended, it is not open any more."""
     changes: list[str]
-    """What else happened, in a few words each."""
+    """What else happened when it began, in a few words each."""
     alone: bool
     """Whether it is the only episode of its run."""
 
@@ -48,7 +51,7 @@ _ENDED = {"running": "The session was never finished", "stopped": "The session w
 def state_of(cache: SessionPoll, run: RunState | None) -> str:
     """
     Return the state in one word: empty, starting, unwatched, waiting, live, stale, ending, idle (the run has
-    ended, its session goes on), finished or stored.
+    ended, but its session continues), finished or stored.
     """
     if cache.status is None:
         live = cache.source.starting
@@ -67,19 +70,19 @@ def state_of(cache: SessionPoll, run: RunState | None) -> str:
 
 
 def _entry(cache: SessionPoll, run: RunState | None) -> RunInfo | None:
-    """Return what the session says of a run; None where that is not known."""
+    """Return what the session reports about a run. None: unknown."""
     return next((entry for entry in cache.runs if run is not None and entry.id == run.id), None)
 
 
 def _has_ended(entry: RunInfo | None) -> bool:
-    """Return whether a run of a session that goes on has ended; of plain actors nobody else reports it."""
+    """Return whether a run of a live session has ended. For plain actors, nothing else reports that."""
     if entry is None or entry.status == "running":
         return False
     return entry.status != "ended" or entry.launcher in (None, "ray")
 
 
 def state_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
-    """Return the state in one sentence, with what to do if anything."""
+    """Return the state in one sentence, with what to do, if anything."""
     if state in ("starting", "unwatched"):
         live = cache.source.starting
         return (live and start_text(live)) or "Training is running. Its aggregator does not answer yet."
@@ -140,7 +143,7 @@ def _idle_text(cache: SessionPoll, run: RunState) -> str:
 
 
 def coverage_text(cache: SessionPoll, run: RunState | None, state: str) -> str:
-    """Return how many ranks report, have finished or died, and the age of their data."""
+    """Return how many ranks report, have finished or have died, and the age of their data."""
     if state in ("starting", "unwatched"):
         return ""
     if run is None or not run.world:
@@ -164,7 +167,7 @@ def _heard(run: RunState) -> frozenset[int]:
 
 
 def session_facts(cache: SessionPoll, run: RunState | None) -> dict[str, Any]:
-    """Return what a session is called, how large it is and what trains in it, as far as known."""
+    """Return name, launcher, size and parallelism of a session, as far as they are known."""
     meta = cache.status
     entry = _entry(cache, run)
     parallel = mode(process.strategy for process in run.ranks.values()) if run else None
@@ -198,7 +201,7 @@ def began_text(
     verdict: VerdictInfo | None,
     incident: CurrentEpisode | None,
 ) -> str:
-    """Return since when the verdict holds, and what else happened then."""
+    """Return since when the verdict has held, and what else happened then."""
     if run is None or verdict is None:
         return ""
     if incident is None:

@@ -1,4 +1,4 @@
-"""Tables that the web app and the terminal both show."""
+"""Tables that both the web app and the terminal show."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def rank_columns(
     line: Callable[[int], Sequence[float | None]] | None = None,
 ) -> list[Column]:
     """
-    Return the columns of `ranks.rank_rows`. `roles`: whether ranks do different work; `suspects`: who is
-    late, in which stages; `line`: of `ranks.busy_lines`.
+    Return the columns of `ranks.rank_rows`. `roles`: whether ranks do different work. `suspects`: which ranks
+    are late, and in which stages. `line`: the function returned by `ranks.busy_lines`.
     """
 
     def stage(name: str) -> Column:
@@ -54,9 +54,9 @@ def node_columns(
     costs: Mapping[str, float], evidence: Collection[str], loads: Mapping[str, Sequence[NodeLoad]]
 ) -> list[Column]:
     """
-    Return the columns of `ranks.nodes`: times, load now, and load in the past, each on the scale of all it
-    can be. `costs`: of `ranks.costs_of`; `evidence`: labels of nodes with anomalies beside the verdict;
-    `loads`: of the run (`run_state`).
+    Return the columns of `ranks.nodes`: times, present load and past load. Each load is drawn on the scale of
+    its largest possible value. `costs`: from `ranks.costs_of`. `evidence`: labels of nodes whose anomalies
+    accompany the verdict. `loads`: loads of the run (`run_state`).
     """
 
     def past(name: str) -> Callable[[Mapping[str, Any]], Sequence[float | None]]:
@@ -96,7 +96,7 @@ def _cost_of(costs: Mapping[str, float]) -> Callable[[Mapping[str, Any]], str]:
 
 
 def rank_link(row: Mapping[str, Any]) -> Link:
-    """Return the page of a row's rank."""
+    """Return the link to the page of a row's rank."""
     return "rank", row["rank"]
 
 
@@ -121,7 +121,7 @@ RANK_STATE = Column("state", _state, tone=_state_tone)
 
 
 def ledger_columns(over: bool) -> list[Column]:
-    """Return the columns of a ledger's (rank, rows); `over`: nothing is to come."""
+    """Return the columns of the row counts per rank. `over`: no more rows are expected."""
     return [
         Column("rank", lambda row: row[0], "figures"),
         *(
@@ -148,7 +148,7 @@ RELAYS = [
     Column("ranks", lambda relay: len(relay["ranks"]), "count"),
     Column("clock", lambda relay: relay["clock_offset_ns"], "figures", written=lambda relay: _clock(relay)),
 ]
-"""Columns of the relays of a run; clock: by how much a node's is ahead of the aggregator's."""
+"""Columns of the relays of a run. `clock` is how far a node's clock is ahead of the aggregator's clock."""
 ERRORS = [Column("times", lambda error: error[1], "count"), Column("where", lambda error: error[0], "words")]
 """Columns of swallowed errors: (where, how often)."""
 
@@ -162,7 +162,7 @@ def _clock(relay: Mapping[str, Any]) -> str:
 
 
 def slowest_relays(relays: Collection[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the relays that are lost, then those that are silent for longest."""
+    """Return the relays that are lost, followed by those that have been silent longest."""
     return sorted(relays, key=lambda relay: (relay["alive"], -(relay["age_s"] or 0)))
 
 
@@ -186,11 +186,14 @@ EVENTS = [
 ]
 """Columns of `events.events_of`."""
 EVENT = Column("kind", lambda event: text.words(event["kind"]), tone=lambda event: event["severity"])
-"""Kind and severity as one, where there is little room."""
+"""Kind and severity in one column, for narrow tables."""
 
 
 def episode_columns(share_of: str, gpus: bool) -> list[Column]:
-    """Return the columns of episodes; `share_of`: of what their cost is a share; hours of GPUs or ranks."""
+    """
+    Return the columns of episodes. `share_of`: what their cost is a share of. `gpus`: hours of GPUs, not
+    ranks.
+    """
     return [
         Column("what", lambda one: named(one)),
         Column("rank", lambda one: one.rank, "known plain", link=lambda one: _linked("rank", one.rank)),
@@ -216,7 +219,7 @@ SPANS = [
 
 
 def node_rank_columns(named: Collection[int]) -> list[Column]:
-    """Return the columns of the ranks of one node; `named` are those that the verdict names."""
+    """Return the columns of the ranks of one node. `named`: the ranks that the verdict names."""
 
     def state(row: Mapping[str, Any]) -> str:
         return NAMED if row["rank"] in named and not row["death"] else _state(row)
@@ -241,7 +244,7 @@ def node_rank_columns(named: Collection[int]) -> list[Column]:
 
 
 def last(series: Sequence[Any] | None) -> Any:
-    """Return the newest value of a series; None: not known."""
+    """Return the newest value of a series. None: unknown."""
     return series[-1] if series else None
 
 
@@ -250,7 +253,7 @@ def _newest(name: str) -> Callable[[Mapping[str, Any]], Any]:
 
 
 def _both(name: str) -> Callable[[Mapping[str, Any]], str]:
-    """Return what writes the rates out of a device and into it."""
+    """Return a function that formats the rates out of a device and into it."""
 
     def rates(gpu: Mapping[str, Any]) -> str:
         both = [last(gpu[f"{name}_{way}_bps"]) for way in ("tx", "rx")]
@@ -260,7 +263,7 @@ def _both(name: str) -> Callable[[Mapping[str, Any]], str]:
 
 
 def used_of_all(gpu: Mapping[str, Any]) -> str:
-    """Return how much memory of a device, or of a node, is used, of how much."""
+    """Return used and total memory of a device, or of a node."""
     return " of ".join(text.size(last(gpu[name])) for name in ("mem_used_bytes", "mem_total_bytes"))
 
 
@@ -291,15 +294,18 @@ GPUS = [
     Column("ECC errors", _newest("ecc"), "plain"),
     Column("XID errors", _xids, tone=lambda gpu: "critical" if gpu["xid"] else ""),
 ]
-"""Columns of the devices of a node, of their newest samples."""
+"""Columns of the devices of a node, filled from their newest samples."""
 _ALIKE = 3
-"""More findings of one kind than this are shown as one row."""
+"""Largest number of findings of one kind in separate rows. More of them share one row."""
 MemoryRow = Sequence[MemoryFinding]
-"""Findings that are one row: of one kind and severity."""
+"""Findings that share a row: they have the same kind and severity."""
 
 
 def memory_rows(findings: Sequence[MemoryFinding]) -> list[MemoryRow]:
-    """Return findings as rows of a table, most severe first; what many ranks have alike is one."""
+    """
+    Return findings as rows of a table, the most severe first. Findings that many ranks share are
+    one row.
+    """
     alike: dict[Any, list[MemoryFinding]] = {}
     for finding in findings:
         alike.setdefault((finding.kind, finding.severity, finding.device is None), []).append(finding)
@@ -311,7 +317,7 @@ def memory_rows(findings: Sequence[MemoryFinding]) -> list[MemoryRow]:
 
 
 def memory_of(devices: Collection[int | None]) -> str:
-    """Return whose memory it is: the host's, or a device's."""
+    """Return whose memory the findings are about: the host's, or a device's."""
     one = next(iter(devices)) if len(devices) == 1 else -1
     return "host" if one is None else "GPU" if one < 0 else f"GPU {one}"
 

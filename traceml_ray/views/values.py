@@ -1,4 +1,4 @@
-"""Conversion of numbers for pages; None: not known."""
+"""Conversion of numbers for pages. None: unknown."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def brief(shown: Array) -> list[float | None]:
 
 
 def by_rank(answer: StepTimes | BusyTimes | None, name: str) -> dict[int, Any]:
-    """Return one number of each rank from an answer that has `ranks` and, in their order, numbers by name."""
+    """Return one number per rank, from an answer with `ranks` and numbers by name in the order of `ranks`."""
     return dict(zip(answer.ranks, getattr(answer, name), strict=True)) if answer else {}
 
 
@@ -59,7 +59,7 @@ def by_stage(values: Array) -> dict[str, Array]:
 
 
 def as_dict(value: Any) -> Any:
-    """Return a struct as a dict, with those inside it."""
+    """Return a struct, and the structs inside it, as a dict."""
     if isinstance(value, msgspec.Struct):
         return {name: as_dict(field) for name, field in msgspec.structs.asdict(value).items()}
     return [as_dict(item) for item in value] if isinstance(value, list) else value
