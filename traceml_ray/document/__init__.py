@@ -1,1 +1,1 @@
-"""What people read, as one model (`model`), and its renderers."""
+"""The document that people read, as one model (`model`), and its renderers."""

@@ -1,7 +1,8 @@
 """
-What the charts of all faces have in common: colours, the ends of a scale, and where lines and bars are.
+The parts that the charts of all renderers share: colours, the ends of a scale, positions of lines and bars.
 
-Which rows a rank × time heatmap has: a rank each, or of many each node, as its worst rank.
+Also selects the rows of a rank × time heatmap: one per rank, or if there are many ranks, one per node that
+shows its worst rank.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Colour and dash of each of up to eight runs: after the colours of Okabe and Ito,
 red or green tell apart, as they hold on light and on dark; dashes tell them apart without any colour.
 """
 DASHES = {"solid": "", "dash": "7 4", "dot": "2 3", "dashdot": "8 3 2 3"}
-"""Dashes as SVG has them."""
+"""Dash patterns in SVG syntax: name → pattern."""
 HEAT_COLOURS: dict[float, tuple[int, int, int, float]] = {
     0.25: (20, 70, 150, 1.0),
     0.5: (59, 130, 196, 1.0),
@@ -52,22 +53,22 @@ HEAT_COLOURS: dict[float, tuple[int, int, int, float]] = {
 """By ratio to the median. That shows the ground, so that the colours hold on light and on dark."""
 HEAT_MISSING = (139, 147, 156, 0.6)
 HEAT_MARKS = (0.25, 0.5, 1, 2, 4)
-"""Under the scale."""
+"""Ratios to the median that are marked below the scale."""
 _NARROW = 0.002
-"""Share of the model below which a layer is no box of an icicle."""
+"""Share of the model's time below which a layer gets no box in an icicle."""
 _CHARS = 150
-"""That fit across one."""
+"""Number of characters that fit across an icicle."""
 _DEPTHS = ("rgba(107,119,133,.35)", "rgba(59,111,196,.4)", "rgba(27,150,150,.4)")
-"""Of boxes, by how deep they lie."""
+"""Colours of boxes by depth."""
 _FLAT = 0.25
-"""Changes of a time by less than this share are drawn as small ones."""
+"""Changes of a time by less than this share are drawn as small changes."""
 _SPIKE = 3.0
-"""A value this many times over the 98th percentile does not set the scale."""
+"""A value this many times above the 98th percentile does not set the scale."""
 Array = np.ndarray[Any, Any]
 
 
 class Bar(NamedTuple):
-    """A bar of a waterfall, ms."""
+    """A bar of a waterfall; times in ms."""
 
     name: str
     base: float
@@ -77,11 +78,14 @@ class Bar(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A layer in an icicle: from `start`, `width` wide (ms), `depth` boxes below the model."""
+    """
+    A layer in an icicle. It begins at `start`, is `width` wide (ms) and lies `depth`
+    boxes below the model.
+    """
 
     name: str
     label: str
-    """What fits into it."""
+    """Text that fits into the box."""
     depth: int
     start: float
     width: float
@@ -89,7 +93,7 @@ class Box(NamedTuple):
 
 
 def css(colour: tuple[int, int, int, float]) -> str:
-    """Return a colour as style sheets and SVG have it."""
+    """Return a colour in the syntax of style sheets and SVG."""
     return "rgba({},{},{},{:g})".format(*colour)
 
 
@@ -104,7 +108,10 @@ def heat_palette() -> Array:
 
 
 def cap(values: Array) -> float | None:
-    """Return where a scale ends so that one slow first step does not press all others flat; None: nowhere."""
+    """
+    Return the end of a scale on which one slow first step does not flatten all other values; None: no end is
+    needed.
+    """
     values = values[np.isfinite(values)]
     usual = float(np.percentile(values, 98)) if len(values) else 0.0
     return 1.25 * usual if usual > 0 and values.max() > _SPIKE * usual else None
@@ -112,8 +119,9 @@ def cap(values: Array) -> float | None:
 
 def time_scale(values: Array) -> tuple[float, float] | None:
     """
-    Return the ends of a scale of times on which noise looks flat: from the smallest value to the largest one,
-    or to where `cap` ends it, and at least a quarter above the smallest. None where nothing is known.
+    Return the ends of a scale of times on which noise looks flat. It reaches from the smallest value to the
+    largest one, or to the end that `cap` returns, and at least a quarter above the smallest. None if no value
+    is known.
     """
     known = values[np.isfinite(values)]
     if not len(known):
@@ -124,7 +132,10 @@ def time_scale(values: Array) -> tuple[float, float] | None:
 
 
 def waterfall(before: Mapping[str, float], since: Mapping[str, float]) -> list[Bar]:
-    """Return what a step took before and takes since, and between them what each stage has added, ms."""
+    """
+    Return the bars of a step's time before and since the onset, with the change of each stage between them,
+    ms.
+    """
     total = sum(before.values()), sum(since.values())
     bars, bottom = [Bar("before", 0.0, total[0], GREY, text.ms(total[0]))], total[0]
     for stage in STAGES:
@@ -136,7 +147,7 @@ def waterfall(before: Mapping[str, float], since: Mapping[str, float]) -> list[B
 
 
 def stage_bars(stages: Mapping[str, float]) -> list[Bar]:
-    """Return the stages of a step (ms), each from where the one before it ends."""
+    """Return the bars of the stages of a step (ms). Each begins where the previous one ends."""
     bars, begin = list[Bar](), 0.0
     for stage in STAGES:
         bars.append(Bar(stage, begin, stages.get(stage, 0.0), STAGES[stage], text.ms(stages.get(stage, 0.0))))
@@ -145,25 +156,25 @@ def stage_bars(stages: Mapping[str, float]) -> list[Bar]:
 
 
 class Nested(Protocol):
-    """A layer (`signals.layers.judge.Layer`), which may have others inside it."""
+    """A layer (`signals.layers.judge.Layer`), which may contain other layers."""
 
     @property
     def name(self) -> str:
-        """What it is called; "" is the model itself."""
+        """Name of the layer; "" is the model itself."""
 
     @property
     def parent(self) -> int | None:
-        """Index of the layer that it is in."""
+        """Index of the layer that contains this one."""
 
     @property
     def total_ms(self) -> float:
-        """Time of a step in it and in the layers inside it (ms)."""
+        """Time per step in the layer and in the layers inside it (ms)."""
 
 
 def icicle(layers: Sequence[Nested], named: Collection[str | None]) -> list[Box]:
     """
-    Return layers as boxes, what is inside a layer below it, in the
-    order of the model; ORANGE are those of `named`. Boxes too narrow to be seen are left out.
+    Return layers as boxes, in the order of the model. A layer inside another one is below it. The layers of
+    `named` are ORANGE. Boxes too narrow to be seen are left out.
     """
     inside: dict[int | None, list[int]] = {}
     for index, one in enumerate(layers):
@@ -194,7 +205,7 @@ def _short(name: str) -> str:
 
 
 def spark(values: Sequence[float | None], between: tuple[float, float] | None, size: tuple[int, int]) -> str:
-    """Return a sparkline as the path of an SVG; nothing where fewer than two values are known."""
+    """Return a sparkline as an SVG path; "" if fewer than two values are known."""
     width, height = size
     known = [value for value in values if value is not None]
     if len(known) < 2:
@@ -211,39 +222,39 @@ def spark(values: Sequence[float | None], between: tuple[float, float] | None, s
 
 
 HEIGHT = 278
-"""px of all rows, where they are many."""
+"""Height of all rows together if there are many, in px."""
 _MOST_ROWS = 128
-"""Of ranks: with more, a row of one rank is too thin to be seen."""
+"""Largest number of ranks with a row each. With more, a row is too thin to be seen."""
 _WORST = 40
-"""Ranks of more that have a row of their own, the costliest first."""
+"""Number of ranks with their own row if there are more, the costliest first."""
 _MOST_GROUPS, _MOST_NAMED = 200, 8
 
 
 class HeatRow(NamedTuple):
-    """What is drawn as one row."""
+    """One row of a heatmap."""
 
     lines: Sequence[int]
-    """Of the data's `z`: one, or several, of which the worst is drawn."""
+    """Indices of the lines of `z` that the row shows. If there are several, the worst is drawn."""
     name: str
-    """In full: "rank 5 (node-1)", "worst of node-1"."""
+    """Full name of the row: "rank 5 (node-1)", "worst of node-1"."""
     node: str
     rank: int | None = None
-    """Of a row that is one rank."""
+    """Rank that the row shows; None: it shows several."""
     first: bool = False
-    """Whether it is the first of its node."""
+    """Whether the row is the first of its node."""
     named: bool = False
-    """Whether the verdict names it."""
+    """Whether the verdict names the row's rank."""
     height: int = 1
     href: str | None = None
-    """Where a click leads, on a face that has links."""
+    """Target of a click, for a renderer with links."""
     toggle: str | None = None
-    """Link that opens or closes its node."""
+    """Link that expands or collapses the row's node."""
 
 
 def ordered(columns: StepColumns, absent: Mapping[int, str]) -> StepColumns:
     """
-    Return the columns of a run with their lines in order of nodes and ranks, and one for each rank that is
-    `absent` (by rank, where it belongs), unless a line is a node.
+    Return the columns of a run with their lines in order of nodes and ranks. Each `absent` rank (rank → node)
+    gets a line, unless lines are nodes.
     """
     ranks, nodes = [*columns.ranks], [*columns.nodes]
     if columns.by != "node":
@@ -272,8 +283,8 @@ def by_node(
     heat: StepColumns, named: set[int], opened: Collection[str] = (), shut: Collection[str] = ()
 ) -> list[HeatRow]:
     """
-    Return the rows by node. A node has a row for each rank where these are few, where one of them is `named`,
-    or a person has `opened` it, unless it was `shut`.
+    Return the rows by node. A node has one row per rank if it has few ranks, if one of them is `named`, or if
+    a person has expanded it (`opened`); but not if it was collapsed (`shut`).
     """
     nodes, count = heat.nodes, len(heat.nodes)
     few = count <= _MOST_ROWS
@@ -298,7 +309,7 @@ def by_node(
 
 
 def by_cost(heat: StepColumns, named: set[int]) -> list[HeatRow]:
-    """Return the rows by what they cost, the others of many as one."""
+    """Return the rows in order of cost. If there are many, the others share one row."""
     order = np.argsort(-np.nan_to_num(excess(heat.z), nan=-1.0), kind="stable").tolist()
     if len(order) <= _MOST_ROWS:
         return _marked([_single(heat, index)._replace(first=True) for index in order], named)
@@ -310,7 +321,7 @@ def by_cost(heat: StepColumns, named: set[int]) -> list[HeatRow]:
 
 
 def worst(heat: StepColumns, rows: Sequence[HeatRow]) -> UInt8:
-    """Return the levels of each row, those of its worst line: (rows, C)."""
+    """Return the levels of each row, taken from its worst line: (rows, C)."""
     z = heat.z + np.uint8(1)  # what is missing is 255, and now 0: less than any other
     levels: UInt8 = np.array([z[np.asarray(row.lines)].max(axis=0) for row in rows]) - np.uint8(1)
     return levels

@@ -1,4 +1,4 @@
-"""Elements of HTML as text. What is not made here is text of a session, and is escaped."""
+"""HTML elements as text. Everything that is not made here is text of a session, and is escaped."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from traceml_ray.document.text import shortened
 from traceml_ray.text import one_line
 
 CELL = 240
-"""Characters of a cell."""
+"""Largest number of characters of a cell."""
 _VOID = {"meta", "img", "path", "rect", "line", "image", "stop", "input"}
 
 
 class Markup(str):
-    """Text that is HTML already. Only `tag` and `join` make it."""
+    """Text that already is HTML. Only `tag` and `join` create it."""
 
     __slots__ = ()
 
@@ -29,8 +29,8 @@ NOTHING = Markup("")
 
 def tag(name: str, *content: Content, **attributes: object) -> Markup:
     """
-    Return an element. Text inside is escaped unless it is `Markup`; an attribute that is None or False is
-    left out. `cls` is `class`, and `_` in a name is `-`, at its end nothing.
+    Return an element. Its text is escaped unless it is `Markup`. An attribute that is None or False is left
+    out. `cls` stands for `class`; `_` in a name becomes `-`, and is dropped at its end.
     """
     shown = []
     for key, value in attributes.items():
@@ -43,7 +43,7 @@ def tag(name: str, *content: Content, **attributes: object) -> Markup:
 
 
 def join(*content: Content) -> Markup:
-    """Return contents after each other."""
+    """Return the contents concatenated."""
     return Markup("".join(_inside(part) for part in content))
 
 
@@ -56,12 +56,15 @@ def _inside(content: Content) -> str:
 
 
 def _legal(given: str) -> str:
-    """Return text without what cannot be in a file of HTML: half characters, controls."""
+    """Return text without the characters that HTML does not allow: surrogates and control characters."""
     return "".join(c if c.isprintable() or c in "\n\t" else one_line(c) for c in given)
 
 
 def sentence(text_line: str) -> Markup:
-    """Return a sentence with what is in backticks as code, and its moments (ISO 8601) as people write."""
+    """
+    Return a sentence as HTML: text in backticks becomes code, moments (ISO 8601) are
+    written for people.
+    """
     parts = enumerate(text_line.split("`"))
     return join(
         tag("code", text.with_dates(part)) if number % 2 else with_times(part) for number, part in parts
@@ -77,14 +80,14 @@ def with_times(line: str) -> Markup:
 def moment_element(moment: str, *, named: bool) -> Markup:
     """
     Return a moment (ISO 8601, UTC) as an element that report.js shows in the timezone of the reader:
-    "2023-11-14 22:13:25", `named` with its timezone.
+    "2023-11-14 22:13:25"; if `named`, with the timezone.
     """
     shown = text.dated(moment) if named else text.date(moment)
     return tag("time", shown, datetime=moment, data_date="named" if named else "")
 
 
 def grid(table: Table) -> Markup:
-    """Return the rows of a table, without its title and note; nothing without any."""
+    """Return the rows of a table, without its title and note; empty if it has no rows."""
     columns, rows = table.cells()
     if not rows:
         return NOTHING
@@ -102,14 +105,14 @@ def grid(table: Table) -> Markup:
 
 
 def _head(column: Column) -> Markup:
-    """Return what is above a column; of moments with their timezone."""
+    """Return the head of a column. A column of moments names the timezone."""
     if column.unit != "date":
         return join(column.head())
     return join(f"{column.name} (", tag("span", text.zone(), cls="zone"), ")")
 
 
 def _cell(shown: str, column: Column, style: str | None, item: object) -> Markup:
-    """Return a cell with its sign; what is in backticks in a sentence is code."""
+    """Return a cell with its sign. In sentences, text in backticks becomes code."""
     tone = column.tone(item) if column.tone else ""
     sign = f"{SIGNS[tone]} " if tone in SIGNS else ""
     if column.unit == "sentence":

@@ -1,4 +1,4 @@
-"""Sections of a document as HTML that needs no script."""
+"""Renders the sections of a document as HTML without scripts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from traceml_ray.document.svg import drawn, kpis
 from traceml_ray.document.text import shortened
 
 _MOST_LINES = 4
-"""Ranks whose lines are shown."""
+"""Largest number of ranks whose lines are shown."""
 _LINES, _LINE = 60, 300
-"""Of a traceback, a stack, and what a rank printed last."""
+"""Largest number of lines of a traceback, a stack or a rank's printed output, and of characters of a line."""
 
 
 def section(content: Section, most: int | None = None) -> Markup:
     """
-    Return a section: its numbers, a titled box for its facts, lines and drawings, and one for each table, of
-    which `most` rows are shown.
+    Return a section as HTML: its numbers, a titled box for its facts, lines and drawings, and one for each
+    table. At most `most` rows of a table are shown.
     """
     shown = kpis(content.numbers) if content.numbers else NOTHING
     alone = () if content.title else [block for block in content.blocks if isinstance(block, Lines)]
@@ -31,12 +31,12 @@ def section(content: Section, most: int | None = None) -> Markup:
 
 
 def _title(content: Section, table: Table) -> str:
-    """Return the title of a table: where it is all that a section has, the section's."""
+    """Return the title of a table. If the table is the section's only content, it is the section's title."""
     return content.title if content.title and len(content.blocks) == 1 else table.title
 
 
 def panel(title: str, *body: Content, half: bool = False) -> Markup:
-    """Return a titled box; nothing where it is empty."""
+    """Return a titled box; empty if it has no content."""
     inside = join(*body)
     if not inside:
         return NOTHING
@@ -52,7 +52,7 @@ def _block(block: Facts | Lines | Drawing) -> Markup:
 
 
 def _facts(block: Facts) -> Markup:
-    """Return names with what is to be said of each."""
+    """Return facts as a list of labels and texts."""
     named: list[tuple[str, list[Markup]]] = []
     for name, value in block.pairs:
         if name or not named:
@@ -63,7 +63,7 @@ def _facts(block: Facts) -> Markup:
 
 
 def _lines(block: Lines) -> Markup:
-    """Return lines as they are, the last ones of many, the ends of long ones."""
+    """Return printed lines unchanged. If there are many, only the last ones; of a long line, only its end."""
     marked = [f"{mark}  {line}" if mark else line for mark, line in block.lines[-_LINES:]]
     kept = [line if len(line) <= _LINE else f"…{line[1 - _LINE :]}" for line in marked]
     return join(

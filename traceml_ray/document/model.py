@@ -1,6 +1,6 @@
 """
-What people read of a session, with no word of where or how: sentences, tables, lines, drawings, numbers and
-gauges. `text`, `html`, `terminal` and the web app's components render it.
+The document that people read about a session, independent of where and how it is shown: sentences, tables,
+lines, drawings, numbers and gauges. `text`, `html`, `terminal` and the web app's components render it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 
 
 SIGNS = {"critical": "◆", "warning": "▲", "notice": "△", "info": "●"}
-"""Signs of severities: no face shows them by colour alone."""
+"""Signs of severities. Every renderer shows them, so that colour is never the only mark."""
 
 
 ColumnUnit = Literal[
@@ -63,28 +63,31 @@ _WRITTEN: dict[str, Callable[[Any], str]] = {
 }
 _LEFT = "words", "name", "code", "sentence", "date", "clock", "ranks", "line"
 Link = tuple[str, Any]
-"""What has a page (a `rank`, `node`, `step`, `profile`, or the page of a signal), and which."""
+"""
+Target of a link: kind of the page (`rank`, `node`, `step`, `profile`, or the page of a
+signal), and its item.
+"""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: what it has of an item, and its unit."""
+    """A column of a table: the value that it shows of an item, and the unit."""
 
     name: str
     value: Callable[[Any], Any]
-    """A number or a text, by which rows are sorted; None: not known."""
+    """Returns the value of an item, a number or a text by which rows are sorted; None: not known."""
     unit: ColumnUnit = "words"
     written: Callable[[Any], str] | None = None
-    """What is written of an item; None: its value, by the unit."""
+    """Returns the text of an item; None: the value is formatted by its unit."""
     tone: Callable[[Any], str] | None = None
-    """How bad an item's value is (a severity); "": not at all. A face shows it by sign and colour."""
+    """Returns the severity of an item's value; "": none. A renderer shows it by sign and colour."""
     link: Callable[[Any], Link | None] | None = None
-    """What an item's value leads to, on a face that has pages."""
+    """Returns the target of an item's link, for a renderer with pages."""
     scale: tuple[float, float] | None = None
-    """Ends of the scale of lines; None: the lines of a table share one that holds them all."""
+    """Ends of the scale of lines; None: the lines of a table share a scale that fits them all."""
 
     def cell(self, item: Any) -> str:
-        """Return what is written of an item."""
+        """Return the text of an item's cell."""
         if self.written:
             return self.written(item)
         value = self.value(item)
@@ -92,12 +95,12 @@ class Column:
         return "" if known and value is None else _WRITTEN[self.unit.removeprefix("known ")](value)
 
     def head(self) -> str:
-        """Return what is above it: its name, of moments with the timezone that they are shown in."""
+        """Return the head of the column: its name. For moments, it includes the timezone."""
         return f"{self.name} ({text.zone()})" if self.unit == "date" else self.name
 
     @property
     def number(self) -> bool:
-        """Whether its values are numbers, which stand at the right."""
+        """Whether the values are numbers, which are aligned to the right."""
         return self.unit not in _LEFT
 
 
@@ -109,49 +112,52 @@ class Table(NamedTuple):
     items: Sequence[Any]
     note: str = ""
     empty: str = ""
-    """What a page says in its place where there is no item; a report has no empty table."""
+    """Text that a page shows if the table has no items. A report leaves out an empty table."""
     badness: Callable[[Any], Any] | None = None
     """
-    How bad an item is, by a number or what is sorted like one, where a person may have the worst items first;
-    None: they have one order.
+    Returns a sort key of an item, larger for worse items. A person may sort by it. None: the items have a
+    fixed order.
     """
     spare: Sequence[str] = ()
-    """Names of the columns that a narrow face leaves out, the first of them first."""
+    """Names of the columns that a narrow renderer leaves out, in the order in which they are left out."""
 
     def cells(self) -> tuple[list[Column], list[list[str]]]:
-        """Return the columns, without those that stay empty, and the cells of each row."""
+        """Return the columns that are not empty, and the cells of each row."""
         rows = [[column.cell(item) for column in self.columns] for item in self.items]
         kept = [index for index in range(len(self.columns)) if any(row[index] for row in rows)]
         return [self.columns[index] for index in kept], [[row[index] for index in kept] for row in rows]
 
 
 def picked(columns: Iterable[Column], *names: str) -> list[Column]:
-    """Return the columns of these names, in their order."""
+    """Return the columns with these names, in the order of the names."""
     return [column for name in names for column in columns if column.name == name]
 
 
 class Facts:
-    """(label, text) pairs, those without a text left out. One without a label goes on with that before."""
+    """
+    Pairs (label, text). Pairs without a text are left out. A pair without a label
+    continues the previous one.
+    """
 
     def __init__(self, *pairs: tuple[str, str]) -> None:
         self.pairs = [pair for pair in pairs if pair[1]]
 
     @classmethod
     def listed(cls, label: str, sentences: Iterable[str]) -> Facts:
-        """Return sentences under one label."""
+        """Return sentences as facts under one label."""
         return cls(*((label if not number else "", sentence) for number, sentence in enumerate(sentences)))
 
 
 class Lines(NamedTuple):
-    """Lines as they were printed, with a title, and with a mark before each."""
+    """Lines as they were printed, with a title. Each line has a mark before it."""
 
     title: str
     lines: Sequence[tuple[str, str]]
-    """Mark and text."""
+    """Pairs of mark and text."""
 
 
 class Line(NamedTuple):
-    """A line of a chart: its values by column, and its colour."""
+    """A line of a chart: its value in each column, and its colour."""
 
     name: str
     values: Array
@@ -159,39 +165,39 @@ class Line(NamedTuple):
 
 
 class StepChart(NamedTuple):
-    """Lines over the steps of a run, ms, on one scale."""
+    """Lines over the steps of a run, in ms, on one scale."""
 
     label: str
     first: Array
-    """First and last step of each column, (C,) each."""
+    """First step of each column: (C,). `last` is the last step of each."""
     last: Array
     lines: Sequence[Line]
     stacked: bool = False
-    """Whether each line lies on the one before, as an area."""
+    """Whether each line is stacked on the previous one, as an area."""
     band: tuple[str, Array, Array] | None = None
-    """Name, lower and upper edge of what lies around the lines."""
+    """Name, lower edge and upper edge of a band around the lines."""
     onset: int | None = None
-    """Step at which what the verdict names began."""
+    """Step at which the named cause began; None: none."""
     clock: StepClock | None = None
     """When steps were over; None: not known."""
 
 
 class Heat(NamedTuple):
-    """Ranks, or nodes, by step."""
+    """Heatmap of ranks, or nodes, by step."""
 
     label: str
     first: Array
-    """First and last step of each column, (C,) each."""
+    """First step of each column: (C,). `last` is the last step of each."""
     last: Array
     rows: Sequence[HeatRow]
     levels: Array
-    """Of each row (`spread.deviations`), (rows, C) uint8."""
+    """Level of each cell (`spread.deviations`): (rows, C) uint8."""
     clock: StepClock | None = None
     """When steps were over; None: not known."""
 
 
 class Bars(NamedTuple):
-    """Bars that begin where the one before ends, with their numbers as a table."""
+    """Bars in a sequence, each beginning where the previous one ends, with their numbers as a table."""
 
     label: str
     bars: Sequence[Bar]
@@ -199,47 +205,47 @@ class Bars(NamedTuple):
 
 
 class Boxes(NamedTuple):
-    """Boxes, each above those that are inside it."""
+    """Nested boxes. Each is above the boxes inside it."""
 
     label: str
     boxes: Sequence[Box]
 
 
 class OverlaidLine(NamedTuple):
-    """The line of one of several runs, with places of its own."""
+    """The line of one of several runs, with its own x positions."""
 
     name: str
     x: Array
-    """(n,), ascending: steps, or seconds since the first step."""
+    """Positions, ascending: (n,) steps, or seconds since the first step."""
     values: Array
-    """(n,), all finite."""
+    """Values: (n,), all finite."""
     colour: str
     dash: str
-    """One of `drawing.DASHES`."""
+    """Name of the dash pattern, one of `drawing.DASHES`."""
 
 
 class Overlay(NamedTuple):
-    """Lines of several runs over each other."""
+    """A chart with the lines of several runs."""
 
     label: str
     unit: str
-    """Unit of the values; "": they have none."""
+    """Unit of the values; "": no unit."""
     lines: Mapping[str, Sequence[OverlaidLine]]
-    """By what they are drawn over: `step`, and `time`: since the first step of each run."""
+    """Lines by x axis: `step`, and `time` since the first step of each run."""
     from_zero: bool = False
     """Whether the scale begins at 0."""
 
 
 Drawing = StepChart | Heat | Bars | Boxes | Overlay
 Block = Facts | Table | Lines | Drawing
-"""A face that cannot draw leaves out drawings."""
+"""A block of a section. A renderer that cannot draw leaves out drawings."""
 
 
 @dataclass(frozen=True)
 class Number:
     """
-    A number of a run, with its line by step. Of several with the same `key` the last counts: a signal may put
-    a better one in the place of that of the steps.
+    A number of a run, with its line by step. If several have the same `key`, the last one counts, so that a
+    signal may replace a number of the steps with a better one.
     """
 
     key: str
@@ -247,36 +253,36 @@ class Number:
     value: float | None
     unit: str
     about: str = ""
-    """What it is of; "": of the steps that the other numbers are of."""
+    """What the number covers; "": the same steps as the other numbers."""
     line: Array = field(default_factory=lambda: np.empty(0))
-    """By step, (C,); empty where it has none."""
+    """Values by step: (C,); empty if there are none."""
     title: str = ""
-    """More about it, where there is room."""
+    """Further text, shown if there is room."""
     short: tuple[str, str] | None = None
-    """Name and value where there is one line for all; None: it is not there."""
+    """Name and value for a single line of all numbers; None: the number is not in that line."""
     after: str = ""
-    """Key of the number that it follows; "": it is one of the last."""
+    """Key of the number that this one follows; "": it is one of the last."""
 
     def written(self, value: float | None) -> str:
-        """Return a value of it without its unit; one without a unit may be of any size: "3e−05"."""
+        """Return the formatted value without its unit. A value without a unit may have any size: "3e−05"."""
         return text.number(value) if self.unit else text.value(value)
 
 
 @dataclass(frozen=True)
 class Gauge:
-    """A number as `/metrics` has it, in base units; see `dash_app.metrics`."""
+    """A gauge of `/metrics`, in base units; see `dash_app.metrics`."""
 
     name: str
     about: str
     series: Sequence[tuple[Sequence[object], float | None]]
-    """Values of the labels, and the number; one that is not known is left out."""
+    """Pairs of label values and number. Unknown numbers are left out."""
     labels: Sequence[str] = ()
-    """Names of the labels, after that of the run."""
+    """Names of the labels, after the label of the run."""
     unit: str = ""
 
 
 class RankColumn(NamedTuple):
-    """A number of each rank, as tables of ranks have it."""
+    """A number for each rank, for the tables of ranks."""
 
     name: str
     unit: ColumnUnit
@@ -285,16 +291,16 @@ class RankColumn(NamedTuple):
 
 @dataclass(frozen=True)
 class Section:
-    """What belongs together."""
+    """Blocks and numbers that belong together."""
 
     place: Literal["model", "steps", "tables", "ranks", "failure"] = "steps"
     """
-    Where a report has it: about the model, beside the steps, with their tables, with those of ranks, or
-    beside a failure.
+    Place of the section in a report: about the model, beside the steps, with the tables of steps, with those
+    of ranks, or beside a failure.
     """
     blocks: Sequence[Block] = ()
     title: str = ""
-    """Its name where it is framed; "": that of its table."""
+    """Title of the section's frame; "": the title of its table."""
     half: bool = False
     """Whether half the width of a page is enough."""
     numbers: Sequence[Number] = ()
@@ -303,7 +309,7 @@ class Section:
 
 
 def per_rank_columns(sections: Iterable[Section], rank_of: Callable[[Any], int]) -> list[Column]:
-    """Return what sections know of each rank as columns, of items whose rank `rank_of` returns."""
+    """Return the rank numbers of sections as columns, for items whose rank `rank_of` returns."""
 
     def column(one: RankColumn) -> Column:
         return Column(one.name, lambda item: one.values.get(rank_of(item)), one.unit)

@@ -1,4 +1,4 @@
-"""Drawings as inline SVG: no script draws them, and no style is needed for their colours."""
+"""Renders drawings as inline SVG. It needs no script, and no style sheet for its colours."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ from traceml_ray.document.model import (
 )
 
 WIDTH, HEIGHT = 1000, 200
-"""Units of a plot, which is as wide as its page: its text stands outside, where it keeps its size."""
+"""
+Size of a plot in SVG units. A plot is as wide as its page; its text is outside the SVG, so that its size
+stays the same.
+"""
 _ROW = 22
 """Height of the boxes of an icicle."""
 _TICKS = 5
@@ -57,7 +60,7 @@ def drawn(block: Drawing) -> Markup:
 
 
 def _step_chart(block: StepChart) -> Markup:
-    """Return lines, or areas each on the one before, over the steps."""
+    """Return lines over the steps, or stacked areas."""
     x = _across(block)
     values = [np.asarray(line.values, dtype=float) for line in block.lines]
     if block.stacked:
@@ -83,13 +86,13 @@ def _step_chart(block: StepChart) -> Markup:
 
 
 def _edge(x: Array, low: Array, high: Array, end: float) -> str:
-    """Return what is between two lines as a closed path."""
+    """Return the area between two lines as a closed path."""
     points = [*zip(x, _up(high, end), strict=True), *zip(x[::-1], _up(low, end)[::-1], strict=True)]
     return _path(points) + "z"
 
 
 def _bars(block: Bars) -> Markup:
-    """Return bars, each beside its name and what it says, and their table."""
+    """Return bars, each beside its name and text, and their table."""
     room = max(bar.base + bar.width for bar in block.bars) or 1.0
     rows = []
     for bar in block.bars:
@@ -124,7 +127,7 @@ def _kpi(number: Number) -> Markup:
 
 
 def _plot(inside: Markup, end: float, block: StepChart) -> Markup:
-    """Return a plot with its two scales, whose ticks are at even distances."""
+    """Return a plot with its two scales. Their ticks have equal distances."""
     lines = [
         tag("line", x1=0, x2=WIDTH, y1=y, y2=y, stroke=drawing.GREY, stroke_opacity=0.3, **_THIN)
         for y in (HEIGHT * number // (_TICKS - 1) for number in range(_TICKS))
@@ -138,7 +141,10 @@ def _plot(inside: Markup, end: float, block: StepChart) -> Markup:
 
 
 def _steps_axis(block: StepChart | Heat) -> Markup:
-    """Return the scale of steps, which are as far apart as the columns are wide, with when they were over."""
+    """
+    Return the axis of steps, spaced by the widths of the columns, with the times at which the steps were
+    over.
+    """
     first, last = int(block.first[0]), int(block.last[-1])
     ticks = [
         *dict.fromkeys(first + round((last - first) * number / (_TICKS - 1)) for number in range(_TICKS))
@@ -165,7 +171,7 @@ _X_NAMES = {"step": "step", "time": "time since the first step"}
 
 
 def _overlay(block: Overlay) -> Markup:
-    """Return lines of several runs, once for each thing that they can be drawn over; a reader chooses one."""
+    """Return the lines of several runs, once for each x axis; a reader selects one."""
     drawn = {name: lines for name, lines in block.lines.items() if lines}
     several = len(drawn) > 1
     parts: list[Markup] = []
@@ -183,7 +189,7 @@ def _overlay(block: Overlay) -> Markup:
 
 
 def _overlaid(block: Overlay, name: str, lines: Sequence[OverlaidLine]) -> Markup:
-    """Return lines with their scales over one of the things that they can be drawn over."""
+    """Return lines with their scales over one x axis."""
     every = np.concatenate([line.values for line in lines])
     low, high = (0.0, _end(every)[0]) if block.from_zero else _ends(every)
     left, right = min(float(line.x[0]) for line in lines), max(float(line.x[-1]) for line in lines)
@@ -219,7 +225,7 @@ def _place(name: str, x: float) -> str:
 
 
 def _ends(values: Array) -> tuple[float, float]:
-    """Return where a scale begins and ends that need not have 0, so that its ticks are round."""
+    """Return the ends of a scale with round ticks. It need not include 0."""
     low, high = float(values.min()), float(values.max())
     apart = _round((high - low or abs(high) or 1.0) / (_TICKS - 1))
     while (begin := apart * math.floor(low / apart)) + (_TICKS - 1) * apart < high:
@@ -228,7 +234,7 @@ def _ends(values: Array) -> tuple[float, float]:
 
 
 def _dash(line: OverlaidLine) -> Markup:
-    """Return how a line is drawn, for a legend."""
+    """Return the sample of a line for a legend."""
     style = {"stroke": line.colour, "stroke_width": 3, "stroke_dasharray": drawing.DASHES[line.dash] or None}
     return tag("svg", tag("line", x1=0, x2=34, y1=5, y2=5, **style), viewBox="0 0 34 10", cls="dash")
 
@@ -244,12 +250,12 @@ def _legend(names: Mapping[str, str], cut: str = "") -> Markup:
 
 
 def _swatch(colour: str) -> Markup:
-    """Return a colour as a small square."""
+    """Return a small square of a colour."""
     return tag("svg", tag("rect", width=10, height=10, fill=colour), viewBox="0 0 10 10", aria_hidden="true")
 
 
 def _icicle(block: Boxes) -> Markup:
-    """Return boxes, each above those that are inside it; what is in a box is said on hover."""
+    """Return nested boxes, each above the boxes inside it. Hovering shows the text of a box."""
     boxes = block.boxes
     if not boxes:
         return NOTHING
@@ -270,7 +276,7 @@ def _icicle(block: Boxes) -> Markup:
 
 
 def _onset(block: StepChart) -> Markup:
-    """Return where the episode of the verdict began."""
+    """Return the mark at the beginning of the verdict's episode."""
     first, last = int(block.first[0]), int(block.last[-1])
     if block.onset is None or not first < block.onset <= last:
         return NOTHING
@@ -280,7 +286,7 @@ def _onset(block: StepChart) -> Markup:
 
 
 def _across(block: StepChart) -> Array:
-    """Return where the middles of columns are, the outer ones drawn to the edges."""
+    """Return the positions of the middles of columns. The outer columns extend to the edges."""
     first, last = block.first, block.last
     begin, end = int(first[0]), int(last[-1]) + 1
     x: Array = WIDTH * ((first + last + 1) / 2 - begin) / (end - begin)
@@ -293,7 +299,7 @@ def _up(values: Array, end: float) -> Array:
 
 
 def _line(x: Array, line: tuple[Line, Array], end: float) -> Markup:
-    """Return a line with gaps where nothing is known."""
+    """Return a line with gaps at unknown values."""
     (_, _, colour), values = line
     known = np.isfinite(values)
     pieces = np.split(np.arange(len(x)), np.flatnonzero(np.diff(known)) + 1)
@@ -312,7 +318,7 @@ def _figure(value: float) -> str:
 
 
 def _end(values: Array) -> tuple[float, str]:
-    """Return where the scale of ms ends, and what is said of values beyond it."""
+    """Return the end of a scale in ms, and the note about values beyond it."""
     known = values[np.isfinite(values)]
     highest = float(known.max()) if len(known) else 0.0
     capped = drawing.cap(values)
@@ -321,7 +327,7 @@ def _end(values: Array) -> tuple[float, str]:
 
 
 def _round(value: float) -> float:
-    """Return a round number that is not below `value`."""
+    """Return the next round number that is not below `value`."""
     if value <= 0:
         return 1.0
     size = 10.0 ** math.floor(math.log10(value))
@@ -331,7 +337,7 @@ def _round(value: float) -> float:
 _LEAST_PX, _ROW_PX, _LABEL_PX = 88, 22, 14
 _GUTTER_PX = 128
 _NAME = 17
-"""Characters of a row's name that have room."""
+"""Largest number of characters of a row's name."""
 _TABLE_ROWS, _TABLE_COLUMNS = 32, 6
 
 
@@ -366,7 +372,7 @@ def png(levels: np.ndarray[Any, Any], palette: np.ndarray[Any, Any]) -> bytes:
 
 
 def _names(rows: Sequence[HeatRow], px: int) -> Markup:
-    """Return the names of the rows, as many as there is room for: those named by the verdict come first."""
+    """Return the names of the rows, as many as fit. Those that the verdict names have priority."""
     lines = sum(row.height for row in rows)
     edges = [0, *accumulate(row.height for row in rows)]
     # A label at the edge is moved inside: what is beyond is cut off.
@@ -408,7 +414,7 @@ def _scale() -> Markup:
 
 
 def _newest(block: Heat) -> Table:
-    """Return the newest columns in numbers, the worst rows first."""
+    """Return the table of the newest columns, the worst rows first."""
     over = excess(block.levels).tolist()
     order = sorted(
         range(len(over)), key=lambda index: (-over[index] if over[index] == over[index] else math.inf, index)

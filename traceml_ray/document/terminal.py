@@ -1,4 +1,4 @@
-"""Blocks as lines of styled text (`rich.text.Text`): cut, wrapped, in columns, in a frame."""
+"""Renders blocks as lines of styled text (`rich.text.Text`): cut, wrapped, in columns, in a frame."""
 
 from __future__ import annotations
 
@@ -80,7 +80,10 @@ def table(rows: Sequence[Sequence[Cell]], width: int | None, right: Iterable[int
 
 
 def _join(parts: list[Cell], *cells: Cell) -> None:
-    """Put cells at the end of the parts of a line, those without a style into one: of long tables, most."""
+    """
+    Append cells to the parts of a line. Cells without a style are merged into one: in long tables these are
+    most cells.
+    """
     for cell in cells:
         last = parts[-1]
         if isinstance(cell, str) and isinstance(last, str):
@@ -94,7 +97,7 @@ def _written(cell: Cell) -> Cell:
 
 
 def flow(items: Sequence[Text], width: int, gap: int = _GAP) -> list[Text]:
-    """Return items one after the other, on as many lines as they need."""
+    """Return the items one after the other, on as many lines as needed."""
     lines: list[Text] = []
     for item in items:
         if lines and lines[-1].cell_len + gap + item.cell_len <= width:
@@ -107,8 +110,9 @@ def flow(items: Sequence[Text], width: int, gap: int = _GAP) -> list[Text]:
 @dataclass(frozen=True)
 class PaneSection:
     """
-    A part of the panel. `lines` returns what is in it, in at most so many lines of a width; it would like to
-    have `want`, and has `least` or is left out. Of several, the first gets lines first.
+    A part of the panel. `lines` returns its contents in at most the given number of lines and width. It
+    prefers `want` lines; with fewer than `least` it is left out. If there are several parts, the first gets
+    lines first.
     """
 
     title: str
@@ -120,11 +124,11 @@ class PaneSection:
 
 
 LINE = 8
-"""Characters of a line by step among other cells."""
+"""Width in characters of a line by step, in a cell beside other cells."""
 
 
 def cell_of(column: Column, item: object, scale: Scale = None) -> Cell:
-    """Return the cell of an item, with its sign and colour; `scale`: that of a line."""
+    """Return the cell of an item, with its sign and colour. `scale` is the scale of a line."""
     if column.unit == "line":
         return text.sparkline(column.value(item) or (), LINE, scale)
     tone = column.tone(item) if column.tone else ""
@@ -136,8 +140,8 @@ def cell_of(column: Column, item: object, scale: Scale = None) -> Cell:
 
 def listed(block: Table, first: int, width: int, *, worst: bool = False) -> PaneSection:
     """
-    Return a long table from its row `first` on, without those of its `spare` columns that there is no room
-    for; with the `worst` items first, where it says which these are.
+    Return a long table from its row `first` on. Columns of `spare` that do not fit are left out. With
+    `worst`, the worst items come first, if the table can sort them.
     """
     items = block.items
     badness = block.badness if worst else None
@@ -155,18 +159,18 @@ def listed(block: Table, first: int, width: int, *, worst: bool = False) -> Pane
 
 
 _MANY, _FEW = 16, 8
-"""Of more items than the first, a table without heads shows so many as the second says."""
+"""A table without heads shows `_FEW` items if it has more than `_MANY`."""
 
 
 def brief_table(
     block: Table, width: int, left: Callable[[int], str] | None = None, *, least: int = 1, named: str = ""
 ) -> PaneSection:
     """
-    Return a table without a line of heads. Of more items than there is room for it has the worst ones, and
-    what `left` returns for the number of the others; None: the first ones.
+    Return a table without a head line. If not all items fit, it has the worst ones, and the text that `left`
+    returns for the number of the others; with `left` None, it has the first ones.
 
-    `named` stands between the name of a column and its cell; the first column has none, nor has one whose
-    name is blank.
+    `named` is written between the name of a column and its cell. The first column, and a column with a blank
+    name, have none.
     """
     items = block.items
 
@@ -185,7 +189,10 @@ def brief_table(
 def _rows(
     block: Table, items: Sequence[Any], width: int, *, heads: bool = False, named: str = ""
 ) -> list[Text]:
-    """Return a line of each item, without those spare columns for which there is no room; `heads` above."""
+    """
+    Return a line for each item, without the spare columns that do not fit. `heads` adds a
+    line of heads.
+    """
     columns = [*block.columns]
     scales = [_scale(column, items) for column in columns]
     cells = [
@@ -207,7 +214,7 @@ def _rows(
 
 
 def _named(sign: str) -> Callable[[Column, Cell], Cell]:
-    """Return what puts the name of a column before a cell that is not empty."""
+    """Return a function that puts the name of a column before a cell that is not empty."""
 
     def with_name(column: Column, cell: Cell) -> Cell:
         if not column.name.strip() or not cell:
@@ -220,8 +227,9 @@ def _named(sign: str) -> Callable[[Column, Cell], Cell]:
 
 def grid(block: Table, width: int, per_line: Callable[[int], int]) -> PaneSection:
     """
-    Return the items of a table beside each other, the sign of an item (by its first column) behind its cells;
-    where there is no room for all, the worst ones. `per_line`: how many are on a line, of so many at most.
+    Return the items of a table side by side, each with the sign of its first column after its cells. If not
+    all fit, the worst ones are shown. `per_line` returns the number of items on a line, given the largest
+    number that fits.
     """
     cells = {index: _tile(block, item) for index, item in enumerate(block.items)}
     wide = max((cell.cell_len for cell in cells.values()), default=1) + _GAP
@@ -242,7 +250,7 @@ def grid(block: Table, width: int, per_line: Callable[[int], int]) -> PaneSectio
 
 
 def _tile(block: Table, item: object) -> Text:
-    """Return the cells of an item as one, with its sign at the end."""
+    """Return the cells of an item as one text, with the sign at the end."""
     first = block.columns[0]
     tone = first.tone(item) if first.tone else ""
     cells = "  ".join(column.cell(item) for column in block.columns)
@@ -259,11 +267,14 @@ _STAGE_FORMS = {
 }
 """How a stage is drawn: by form and by colour."""
 _LEAST_SHARE = 0.005
-"""Smallest share of all bars that one needs to be listed."""
+"""Smallest share of all bars for which a bar is listed."""
 
 
 def stacked(block: Bars, width: int, least: int = 1) -> PaneSection:
-    """Return the bars of stages on one line, below it in numbers those that can be seen, longest first."""
+    """
+    Return the bars of stages on one line, and below it the numbers of the visible ones,
+    the longest first.
+    """
     total, line, until = sum(bar.width for bar in block.bars), Text(), 0.0
     if not total:
         return PaneSection("", lambda _: [], 0)
@@ -282,7 +293,7 @@ def stacked(block: Bars, width: int, least: int = 1) -> PaneSection:
 
 
 def printed(block: Lines, width: int, note: Cell = "") -> PaneSection:
-    """Return lines behind their marks, of many the last ones."""
+    """Return lines after their marks. If there are many, the last ones."""
     wide = max((cell_len(mark) for mark, _ in block.lines), default=0)
     lines = [
         Text().append(f"{mark:<{wide}} " if wide else "", MARK).append(text.one_line(line))
@@ -298,20 +309,20 @@ def printed(block: Lines, width: int, note: Cell = "") -> PaneSection:
 
 
 def _scale(column: Column, items: Sequence[object]) -> Scale:
-    """Return the scale that the lines of a column share; None for any other column."""
+    """Return the common scale of the lines in a column; None for any other column."""
     if column.unit != "line" or column.scale:
         return column.scale
     return time_scale(np.array([one for item in items for one in column.value(item) or ()], dtype=float))
 
 
 def heading(title: str) -> str:
-    """Return a title as a pane has it, in capitals but for what is in brackets, and after a comma."""
+    """Return a title in capitals, as a pane shows it. Text in brackets or after a comma stays unchanged."""
     before = re.split(r"[,(]", title, maxsplit=1)[0]
     return before.upper() + title[len(before) :]
 
 
 def paragraphs(facts: Facts, width: int) -> list[Text]:
-    """Return sentences with their labels, a paragraph each."""
+    """Return facts as paragraphs, each sentence with its label."""
     written = (f"{label}: {sentence}" if label else sentence for label, sentence in facts.pairs)
     return [line for one in written for line in wrap(one.replace("`", ""), width)]
 
@@ -320,8 +331,8 @@ def section_panes(
     title: str, before: Sequence[Text], sections: Sequence[Section], width: int, first: int, worst: bool
 ) -> list[PaneSection]:
     """
-    Return what a window shows of sections that belong together: what stands `before`, numbers and facts under
-    one title, then each table; the longest one from its row `first` on. See `listed` for `worst`.
+    Return the contents of a window for sections that belong together: the text `before`, numbers and facts
+    under one title, then each table. The longest table starts at its row `first`. See `listed` for `worst`.
     """
     blocks = [block for section in sections for block in section.blocks]
     facts = [line for block in blocks if isinstance(block, Facts) for line in paragraphs(block, width)]
@@ -337,7 +348,7 @@ def section_panes(
 
 
 def _number(one: Number) -> list[Cell]:
-    """Return the cells of a number: its name, its value, its line, and what it is of."""
+    """Return the cells of a number: its name, its value, its line, and what it covers."""
     value = f"{one.written(one.value)} {one.unit}".strip()
     return [one.label, Text(value, HEAD), text.sparkline(one.line.tolist()), Text(one.about, QUIET)]
 

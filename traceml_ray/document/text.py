@@ -1,4 +1,4 @@
-"""Blocks as plain text, laid out by rich: the same on every terminal."""
+"""Renders blocks as plain text, laid out by rich. The result is the same on every terminal."""
 
 from __future__ import annotations
 
@@ -26,30 +26,34 @@ WIDTH = 100
 LABEL = 11
 _INDENT = 2
 _CELL = 256
-"""Characters of a cell: a file's name is not cut."""
+"""Largest number of characters of a cell. The name of a file is not cut."""
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:%|[nµm]?s|min|h|[kMGT]?B)(?![\w-]))")
 _KEPT = "\ue000"
-"""Stands for a space at which no line ends: rich breaks lines at no-break spaces."""
+"""Placeholder for a space at which a line must not be broken: rich breaks lines at no-break spaces."""
 
 
 def page(blocks: Iterable[Block | Sequence[str]], *, wrapped: bool = True) -> str:
     """
-    Return `blocks`, or lines, the empty ones left out, with an empty line between two. It may be written to a
-    file that is shown on a terminal, so what is not printable is written out. See `laid_out` for `wrapped`.
+    Return `blocks` (or lines) as text, with an empty line between two. Empty blocks are left out. Characters
+    that cannot be printed are escaped, because the text may be written to a file that is shown on a terminal.
+    See `laid_out` for `wrapped`.
     """
     parts = (laid_out(block, wrapped=wrapped) for block in blocks)
     return "\n\n".join("\n".join(map(one_line, lines)) for lines in parts if lines) + "\n"
 
 
 def load() -> None:
-    """Load what `page` needs, also beyond ASCII: the first page takes 80 ms of a core longer without it."""
+    """
+    Load everything that `page` needs, including its data beyond ASCII. Without this call, the first page
+    takes 80 ms of CPU time longer.
+    """
     page([Facts(("label", "text")), Table("", [Column("name", str)], ["漢"])])
 
 
 def laid_out(block: Block | Sequence[str], *, wrapped: bool = True) -> Sequence[str]:
     """
-    Return a block as lines; none where it is empty. Cells of a table are `wrapped` to fit into `WIDTH`; if
-    not, each item is one line, as wide as its cells.
+    Return a block as lines; empty if the block is empty. With `wrapped`, the cells of a table are wrapped to
+    fit into `WIDTH`; otherwise each item is one line of any width.
     """
     if isinstance(block, Facts):
         return _facts(block)
@@ -61,7 +65,10 @@ def laid_out(block: Block | Sequence[str], *, wrapped: bool = True) -> Sequence[
 
 
 def blocks_of(section: Section) -> list[Block | Sequence[str]]:
-    """Return what can be written of a section. Its title is written above lines, which have titles, too."""
+    """
+    Return the blocks of a section that can be written as text. The section's title is above lines, which have
+    titles too.
+    """
     blocks: list[Block | Sequence[str]] = [b for b in section.blocks if isinstance(b, Facts | Table | Lines)]
     if not section.title or not any(isinstance(block, Lines) for block in blocks):
         return blocks
@@ -69,7 +76,7 @@ def blocks_of(section: Section) -> list[Block | Sequence[str]]:
 
 
 def _facts(block: Facts) -> list[str]:
-    """Return labels with their texts, these wrapped in a column of their own."""
+    """Return labels with their texts, wrapped in their own column."""
     from rich.table import Table as Grid  # imported where a report is written: a training process never does
 
     grid = Grid.grid()
@@ -97,7 +104,7 @@ def _table(block: Table, wrapped: bool) -> list[str]:
 
 
 def _marked(block: Lines) -> list[str]:
-    """Return the title, and each line behind its mark, as much of it as there is room for."""
+    """Return the title, and each line after its mark, cut to the available width."""
     wide = max((len(mark) for mark, _ in block.lines), default=0)
     if not wide:
         return [block.title, *(f"  {_end(line, WIDTH - 2 * _INDENT)}" for _, line in block.lines)]
@@ -106,12 +113,15 @@ def _marked(block: Lines) -> list[str]:
 
 
 def _end(line: str, most: int) -> str:
-    """Return the end of a line without a mark, as of a stack: it is specific, the beginning is a path."""
+    """
+    Return the end of a line without a mark, such as a line of a stack. The end is specific; the beginning is
+    a path.
+    """
     return line if len(line) <= most else f"  …{line[3 - most :]}"
 
 
 def shortened(line: str, most: int = WIDTH) -> str:
-    """Return a line of at most so many characters."""
+    """Return a line cut to at most `most` characters."""
     return line if len(line) <= most else line[: most - 1] + "…"
 
 

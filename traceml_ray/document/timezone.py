@@ -1,6 +1,6 @@
 """
-The timezone of the reader, in which moments are written: in the web app that of the browser that is being
-answered, elsewhere that of this process.
+The timezone in which moments are written. In the web app it is the timezone of the browser that sent the
+request; elsewhere it is that of this process.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from zoneinfo import ZoneInfo
 from traceml_ray import text
 
 _SECONDS_SHOWN = 2 * 3600
-"""Times that are further apart than this many seconds are written without seconds."""
+"""Times further apart than this number of seconds are written without seconds."""
 
 
 @contextmanager
 def timezone_of(name: str) -> Iterator[None]:
     """
-    Show moments in a timezone: its name (IANA) and, for a machine that does not know it, by how many minutes
-    it is ahead of UTC: "Asia/Kolkata 330". UTC where neither helps.
+    Show moments in a timezone: "Asia/Kolkata 330" is its IANA name, and its offset from UTC in minutes, for a
+    machine that does not know the name. If neither can be used, the timezone is UTC.
     """
     before = text.TIMEZONE.set(_zone(name))
     try:
@@ -46,20 +46,20 @@ def _local_ns(t_ns: int) -> datetime:
 
 
 def name() -> str:
-    """Return the name of the zone: "Europe/Berlin", or its abbreviation where that is all that is known."""
+    """Return the name of the timezone: "Europe/Berlin", or its abbreviation if only that is known."""
     zone = text.TIMEZONE.get()
     return zone.key if isinstance(zone, ZoneInfo) else text.zone()
 
 
 def on_the_wall(t_ns: int) -> str:
-    """Format ns since the epoch as "2023-11-14 23:13:25.120", for an axis that is to show the clock."""
+    """Format ns since the epoch as "2023-11-14 23:13:25.120", for an axis with clock times."""
     return f"{_local_ns(t_ns):%Y-%m-%d %H:%M:%S.%f}"[:-3]
 
 
 def clocks(t_ns: Sequence[int | None], *, brief: bool = False) -> list[str]:
     """
-    Format times (ns since the epoch) as "23:13:25", with the date where they are not all of one day: "14 Nov
-    23:13:25". `brief`: without seconds where they are hours apart. "" for a time that is not known.
+    Format times (ns since the epoch) as "23:13:25". If they are not all on one day, the date is added: "14
+    Nov 23:13:25". `brief`: without seconds if the times are hours apart. "" for an unknown time.
     """
     known = [_local_ns(t) for t in t_ns if t is not None]
     if not known:
@@ -73,5 +73,5 @@ def clocks(t_ns: Sequence[int | None], *, brief: bool = False) -> list[str]:
 
 
 def several_days(t_ns: Sequence[int | None]) -> bool:
-    """Return whether times (ns since the epoch) are not all of one day."""
+    """Return whether times (ns since the epoch) are on more than one day."""
     return len({_local_ns(t).date() for t in t_ns if t is not None}) > 1
