@@ -1,7 +1,7 @@
 """
-What is said of a finding about memory: one plain sentence, and what to do.
+The sentences of findings about memory: one plain sentence, and what to do.
 
-What a verdict says about memory: how much is left, and what grew before a rank died of it.
+Also the sentences about memory in a verdict: how much is left, and what grew before a rank ran out of memory.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def next_of(kind: Kind, device: int | None) -> list[str]:
 
 
 def growing(rank: int, node: str, device: int | None, counter: Counter, ramp: Ramp) -> str:
-    """Return what a creep or a drift is, without the end of the sentence: see `lasts`."""
+    """Return the beginning of the sentence about a creep or a drift. `lasts` returns its end."""
     slope = text.size(ramp.recent, "/s")
     if ramp.slope_step is not None:
         slope = f"{text.size(ramp.slope_step * ramp.recent / ramp.slope)} a step"
@@ -90,9 +90,9 @@ def lasts(left: Forecast | None, upper_bound: bool, host: tuple[int, float] | No
     Return the end of that sentence: how long memory lasts.
 
     Args:
-        left: None: not known.
-        upper_bound: less may be left than is known.
-        host: how many ranks of the host grow, and by how many bytes a second all of it does.
+        left: the forecast. None: not known.
+        upper_bound: whether less may be left than is known.
+        host: (number of ranks of the host that grow, bytes per second by which they grow together).
     """
     if left is None:
         return "; how much is left is not known."
@@ -157,22 +157,22 @@ def near_limit(rank: int, node: str, device: int | None, full: Full) -> str:
 
 
 GROWTH = ("creep", "persistent_drift")
-"""Kinds of findings that go on, with a forecast."""
+"""Kinds of findings about continuing growth, which have a forecast."""
 
 
 def cause_of_death(memory: Memory, verdict: Verdict) -> str:
-    """Return what memory had done before the death that a `verdict` is on; "" where that is nothing."""
+    """Return what memory did before the death that `verdict` is about. "" if nothing is known."""
     if verdict.label == "oom":
         return cause(memory, verdict.ranks, verdict.node)
-    if verdict.exit_reason == signal.SIGKILL.name:  # it may be the kernel's, of memory that ran out
+    if verdict.exit_reason == signal.SIGKILL.name:  # the kernel may have killed it because memory ran out
         return _before(memory, verdict.ranks)
     return ""
 
 
 def cause(memory: Memory, dead: Collection[int], node: str | None) -> str:
     """
-    Return what had grown before the ranks `dead` died of lack of memory: their own memory, or that of a rank
-    of the same node; that nothing had, or "" where that is not known.
+    Return what grew before the ranks `dead` ran out of memory: their own memory, or that of another rank of
+    the same node. If nothing grew, says so; "" if that is not known.
     """
     if before := _before(memory, dead):
         return before
@@ -187,7 +187,7 @@ def cause(memory: Memory, dead: Collection[int], node: str | None) -> str:
 
 
 def _before(memory: Memory, dead: Collection[int], limits: MemoryLimits = MEMORY) -> str:
-    """Return what the memory of the ranks `dead` had done before their end; "" where it had not grown."""
+    """Return what the memory of the ranks `dead` did before their end. "" if it had not grown."""
     of_dead = [finding for finding in memory.findings if finding.rank in dead]
     grown = [finding for finding in of_dead if finding.kind in GROWTH]
     if grown:

@@ -1,8 +1,8 @@
 """
-What the memory analysis takes and what it says.
+Inputs and results of the memory analysis.
 
-Times (`*_ns`) are int64 nanoseconds since the epoch on the aggregator's clock, sizes (`*_bytes`) bytes, `*_s`
-seconds. What is not known is None (in a column NaN), never 0.
+Times (`*_ns`) are int64 nanoseconds since the epoch on the aggregator's clock, sizes (`*_bytes`) are bytes,
+`*_s` are seconds. Unknown values are None (NaN in columns), never 0.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Kind = Literal[
 ]  # fmt: skip
 AttributionKind = Literal["collective_confident", "collective_likely", "collective_suspect"]
 Counter = Literal["allocated_bytes", "gap_bytes", "rss_bytes"]
-"""What was seen to grow. The gap is what the driver counts for the process and the allocator does not."""
+"""Counter that grew. The gap is memory that the driver counts for the process and the allocator does not."""
 Value = int | float | str | None
-"""Of evidence."""
+"""A value of evidence."""
 NO_STEP = -1
-"""In `Series.step`: not known."""
+"""In `Series.step`: the step is not known."""
 
 
 @dataclass(frozen=True)
@@ -38,29 +38,35 @@ class Series:
 
     rank: int
     node: str
-    """As it is shown."""
+    """Label of the node."""
     process: str
-    """Tells processes of a rank apart: two attempts are two series."""
+    """Identifies the process. Two attempts of a rank are two series."""
     device: int | None
-    """As the process numbers it; None: the host, of a rank without a device."""
+    """Device index in the process. None: the host, for a rank without a device."""
     t_ns: Int64
     """(n,), ascending."""
     step: Int64
-    """(n,), NO_STEP: not known."""
+    """(n,). NO_STEP: not known."""
     columns: Mapping[str, Float] = field(default_factory=dict)
     """
-    (n,) each, by the name of the sample's field (`allocated_bytes`, `rss_bytes`, …), NaN: not known. What is
-    not known at all has no column.
+    (n,) each, by the name of the sample's field (`allocated_bytes`, `rss_bytes`, …). NaN: not known. A field
+    without any known value has no column.
     """
     bound_ns: int = 0
-    """Error bound of the offset between its node's clock and the aggregator's."""
+    """Error bound of the offset between its node's clock and the aggregator's, in ns."""
     first_step_ns: int | None = None
-    """When its first optimizer step, or its first step, was over: before that nothing is growth."""
+    """
+    When its first optimizer step, or else its first step, was over. Before that nothing counts
+    as growth.
+    """
 
 
 @dataclass(frozen=True)
 class Collective:
-    """What one rank did in collectives of one kind, summed over some time; there may be several of a kind."""
+    """
+    The use of collectives of one kind by one rank, summed over some time. A kind may have
+    several entries.
+    """
 
     rank: int
     op: str
@@ -90,7 +96,7 @@ class MemoryFinding(_Shape, frozen=True, kw_only=True):
     from_ns: int
     """Time at which it began (ns, aggregator's clock)."""
     to_ns: int
-    """Time at which it was seen last (ns, aggregator's clock)."""
+    """Time at which it was last seen (ns, aggregator's clock)."""
     evidence: dict[str, Value]
     """Numbers by name. The end of a name is its unit."""
     next: list[str]
@@ -187,7 +193,7 @@ class MemoryOfRank(msgspec.Struct, frozen=True):
     rss_peak_bytes: int | None = None
     rss_last_bytes: int | None = None
     allocated_peak_bytes: int | None = None
-    """The most that torch's allocator ever had allocated."""
+    """Largest memory that torch's allocator ever had allocated, in bytes."""
 
 
 class RankMemory(_Shape, frozen=True, kw_only=True):

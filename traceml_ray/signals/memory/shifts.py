@@ -1,7 +1,7 @@
 """
-Changes of level: steps that are held, and spikes that go back.
+Detects changes of level: steps that are held, and spikes that go back.
 
-How memory stands now: fragmentation of the allocator, and how near the limit is.
+Also rates the current state: fragmentation of the allocator, and how near the limit is.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from traceml_ray.signals.memory.tracks import LEAST_TOTAL, MOST_BYTES, Place, Tr
 from traceml_ray.signals.memory.trend import Ramp, ramp
 
 _NOT_RAMP = 3
-"""Once a ramp is found, a step must be so many times what the ramp grows within the same samples."""
+"""If there is a ramp, a step must be this many times what the ramp grows within the same samples."""
 _GRADUAL = 0.25
-"""Two steps are one rise where in between each few samples rise by this share of them."""
+"""
+Two steps are one gradual rise if every few samples between them rise by at least this share of
+the steps.
+"""
 _LONG = 8
-"""What lasts longer than this part of all samples is no spike."""
+"""A change that lasts longer than the number of samples divided by this is no spike."""
 
 
 @dataclass(frozen=True)
@@ -30,51 +33,53 @@ class Shift:
     """A step that is held, or a gradual rise that has ended."""
 
     start: int
-    """Index of the first sample that is higher."""
+    """Index of the first higher sample."""
     from_ns: int
     """Time of the last sample before it."""
     at_ns: int
-    """Time of the first sample that is higher."""
+    """Time of the first higher sample."""
     end_ns: int
-    """Time of the first sample that has all of it,"""
+    """Time of the first sample at the new level."""
     last_at: int
-    """and its index."""
+    """Index of that sample."""
     to_ns: int
     delta: float
     level: float
-    """Bytes before it."""
+    """Level before it, in bytes."""
     noise: float
     warm: bool
-    """It is part of the warm-up."""
+    """Whether it is part of the warm-up."""
     step: int | None
 
     @property
     def took_s(self) -> float:
-        """Return how long it took from its first higher sample to the last."""
+        """Return the time from its first higher sample to the last, in s."""
         return (self.end_ns - self.at_ns) / 1e9
 
 
 @dataclass(frozen=True)
 class Spikes:
-    """All the short rises of one counter above its level."""
+    """All short rises of one counter above its level."""
 
     count: int
     samples: int
     of_samples: int
     from_ns: int
     to_ns: int
-    """The end of the last one."""
+    """End of the last rise, in ns."""
     peak: float
-    """Bytes above the level."""
+    """Highest rise above the level, in bytes."""
     noise: float
     times: tuple[tuple[int, int], ...]
-    """(begin, end) ns of each: the last sample before it and its first sample."""
+    """(begin, end) of each rise in ns: the last sample before it and its first sample."""
 
 
 def shifts(track: Track, limits: MemoryLimits, growing: Ramp | None = None) -> list[Shift]:
     """
-    Return the steps of a counter, also those of its warm-up, in order of time. Steps between which it rises
-    on are one; a rise that is part of `growing` is none.
+    Return the steps of a counter in order of time, including those of its warm-up.
+
+    Steps between which the counter continues to rise are one step. A rise that is part of `growing` is not a
+    step.
     """
     x, w = track.x, limits.step_samples
     n = len(x)
@@ -101,7 +106,7 @@ def shifts(track: Track, limits: MemoryLimits, growing: Ramp | None = None) -> l
 
 
 def _groups(tops: list[int], rises: Float) -> list[list[int]]:
-    """Return the steps that are one rise each: between them the counter rises all the time."""
+    """Return groups of steps. In each group the counter rises all the time, so the group is one rise."""
     groups: list[list[int]] = []
     for top in tops:
         if groups:
@@ -114,7 +119,7 @@ def _groups(tops: list[int], rises: Float) -> list[list[int]]:
 
 
 def _is_part(step: Shift, rises: Float, w: int, growing: Ramp) -> bool:
-    """Whether a step is the beginning of lasting growth: the counter rises on after it."""
+    """Return whether a step is the beginning of lasting growth: the counter continues to rise after it."""
     if step.took_s and (growing.bend == "slows" or growing.from_ns <= step.at_ns):
         return True
     after = step.last_at + w // 2
@@ -124,7 +129,7 @@ def _is_part(step: Shift, rises: Float, w: int, growing: Ramp) -> bool:
 def spikes(
     track: Track, limits: MemoryLimits, growing: Ramp | None, steps: list[Shift], least: int
 ) -> Spikes | None:
-    """Return the short rises above the level of a counter; None without any, or with too few samples."""
+    """Return the short rises of a counter above its level. None if there are none, or too few samples."""
     after = track.after
     n = len(after.x)
     if n < least or after.x.max() - after.x.min() < limits.min_growth_bytes:
@@ -151,13 +156,13 @@ def spikes(
 
 
 def _levels(x: Float, w: int) -> Float:
-    """Return the median of each w samples (w is odd)."""
+    """Return the running median of w samples (w is odd)."""
     middle: Float = np.sort(sliding_window_view(x, w), axis=1)[:, w // 2]
     return middle
 
 
 def _level(track: Track, growing: Ramp | None, steps: list[Shift], rim: int) -> Float:
-    """Return the level after warm-up: a ramp, pieces between steps, or the median."""
+    """Return the level after warm-up: a ramp, constant pieces between steps, or the median."""
     after = track.after
     if growing is not None:
         rising: Float = growing.slope * np.maximum(after.s - after.s[growing.first], 0.0)
@@ -167,14 +172,14 @@ def _level(track: Track, growing: Ramp | None, steps: list[Shift], rim: int) -> 
     for begin, end in zip([0, *ends], [*ends, len(level)], strict=True):
         level[begin:end] = median(after.x[begin:end])
     for step in steps:
-        if step.last_at > step.start:  # a rise that took its time has no level
+        if step.last_at > step.start:  # during a gradual rise there is no level
             first, last = (max(n - track.settled, 0) for n in (step.start - rim, step.last_at + rim))
             level[first:last] = after.x[first:last]
     return level
 
 
 def _shift(track: Track, levels: Float, rises: Float, tops: list[int], w: int, noisy: float) -> Shift:
-    """Return a step at one of `tops`, or the rise that all of them are part of."""
+    """Return the step at one of `tops`, or the gradual rise that contains all of them."""
     low, high = tops[0], tops[-1]
     steep = _GRADUAL * float(rises[tops].min())
     while low > 0 and rises[low - 1] >= steep:
@@ -205,14 +210,14 @@ def _shift(track: Track, levels: Float, rises: Float, tops: list[int], w: int, n
 Bool = np.ndarray[Any, np.dtype[np.bool_]]
 _LEAST = 5
 _RECENT = 10
-"""The state of now is the median of the last tenth of the samples, of five at least,"""
+"""The current state is the median of the last tenth of the samples, at least five"""
 _MOST = 60
-"""and of so many at most."""
+"""and at most this many."""
 
 
 @dataclass(frozen=True)
 class Fragmentation:
-    """What torch's allocator holds in pieces of blocks that are in use."""
+    """Memory that torch's allocator holds in unused pieces of partly used blocks."""
 
     severity: Severity
     inactive: float
@@ -221,27 +226,27 @@ class Fragmentation:
     from_ns: int
     to_ns: int
     retries: int | None
-    """How often the allocator had to give its cache back since the first sample."""
+    """Number of times the allocator had to empty its cache since the first sample."""
 
 
 @dataclass(frozen=True)
 class Full:
-    """How much is used of what there is."""
+    """How full the memory is."""
 
     severity: Severity
     used: float
     total: float
     cached: float | None
-    """Held by torch's allocator and never used, by its peaks; None: not known."""
+    """Memory that torch's allocator holds and has never used, from its peaks, in bytes. None: not known."""
     full_s: float | None
-    """At the present slope; None: it does not grow."""
+    """Time until memory is full at the present slope, in s. None: it does not grow."""
     from_ns: int
     to_ns: int
     retries: int | None
 
 
 def fragmentation(place: Place, limits: MemoryLimits) -> Fragmentation | None:
-    """Return the fragmentation of a device's allocator, None where it is no matter."""
+    """Return the fragmentation of a device's allocator. None if it is insignificant."""
     inactive, reserved = place.columns.get("inactive_split_bytes"), place.columns.get("reserved_bytes")
     if inactive is None or reserved is None or place.device is None:
         return None
@@ -269,8 +274,10 @@ def fragmentation(place: Place, limits: MemoryLimits) -> Fragmentation | None:
 
 def fullness(place: Place, limits: MemoryLimits) -> Full | None:
     """
-    Return how much is used of a device or of the host's limit, where that is near the limit. It is one degree
-    less severe where it would not be near without what torch's allocator has cached and has not used.
+    Return how full a device or the host's limit is, if it is near the limit.
+
+    The severity is one level lower if memory would not be near the limit without the part that torch's
+    allocator has cached and not used.
     """
     used_name, total_name = place.used_total
     used, total = place.columns.get(used_name), place.columns.get(total_name)
@@ -305,13 +312,13 @@ def fullness(place: Place, limits: MemoryLimits) -> Full | None:
 
 
 def retries(place: Place) -> int | None:
-    """Return how often the allocator gave its cache back to find room, since the first sample."""
+    """Return how often the allocator emptied its cache to find room, since the first sample."""
     track = place.track("retries")
     return None if track is None else int(track.x[-1] - track.x[0])
 
 
 def _never_used(place: Place) -> float | None:
-    """Return what torch's allocator holds above its highest allocation of late."""
+    """Return the bytes that torch's allocator holds above its recent highest allocation."""
     reserved = place.latest("reserved_bytes")
     peaks = place.track("peak_bytes") or place.track("allocated_bytes")
     if reserved is None or peaks is None or place.device is None:
@@ -320,7 +327,7 @@ def _never_used(place: Place) -> float | None:
 
 
 def _since(bad: Bool, t_ns: Int64) -> int:
-    """Return since when it has been bad: single good samples do not end it."""
+    """Return the time since which the state is bad. Single good samples do not interrupt it."""
     good = np.flatnonzero(~bad[:-1] & ~bad[1:])
     return (
         int(t_ns[good[-1] + 2])

@@ -1,6 +1,7 @@
 """
-The memory of one rank process in one place (a device, or the host), its counters without gaps; and robust
-numbers of such curves: noise, slopes, whether one is a ramp or a step.
+The memory of one rank process in one place (a device, or the host), as counters without gaps.
+
+Also robust statistics of such curves: noise, slopes, and whether a curve is a ramp or a step.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ TO_SIGMA = 1.4826
 _FEW = 8
 """Number of values up to which Python sorts faster than numpy."""
 _STARTS = 8
-"""Number of parts of the points. A ramp may begin at each part, up to `_LATEST`."""
+"""Number of parts of the points. A ramp may begin at each part, up to part `_LATEST`."""
 _LATEST = 6
-"""Last part that a ramp may begin at."""
+"""Last part at which a ramp may begin."""
 _HINGES = 48
-"""Number of times that are tried for the beginning of a growth."""
+"""Number of times that are tested as onset of a growth."""
 _FITTED = 20
-"""Fewest samples that tell it."""
+"""Smallest number of samples for such a fit."""
 _SIGMAS = 3.0
-"""The error of a beginning, in standard errors."""
+"""Error of an onset, in standard errors."""
 
 
 def median(x: Float) -> float:
-    """Return the median of (n,), n > 0; without the checks that `np.median` pays for."""
+    """Return the median of (n,), n > 0. Skips the checks that make `np.median` slow."""
     n = len(x)
     half = n // 2
     if n <= _FEW:
@@ -44,19 +45,19 @@ def median(x: Float) -> float:
 
 
 def mad_sigma(x: Float) -> float:
-    """Return the robust standard deviation of (n,) around its median; 0 for fewer than two."""
+    """Return the robust standard deviation of (n,) around its median. 0 for fewer than two values."""
     return TO_SIGMA * median(np.abs(x - median(x))) if len(x) > 1 else 0.0
 
 
 def noise(x: Float) -> float:
-    """Return the robust standard deviation of the noise of a curve; steps and bends of it do not count."""
+    """Return the robust standard deviation of the noise of a curve. Steps and bends do not count as noise."""
     return mad_sigma(x[2:] - 2 * x[1:-1] + x[:-2]) / 6**0.5 if len(x) > 3 else 0.0
 
 
 def lowered(low: Float, threshold: float) -> int:
     """
-    Return from where on a curve goes from its lowest level, where it began higher by `threshold`: it gave
-    memory back then. 0: it did not.
+    Return the index from which a curve stays at its lowest level, if it began more than `threshold` above
+    that level. At that point memory was released. 0: no memory was released.
     """
     base = max(1, len(low) // 8)
     lowest = float(low.min())
@@ -66,7 +67,7 @@ def lowered(low: Float, threshold: float) -> int:
 
 
 def starts(n: int, size: int) -> Index:
-    """Return where the blocks of `size` begin in n values; a remainder is part of the last block."""
+    """Return the begins of blocks of `size` in n values. A remainder belongs to the last block."""
     return np.arange(max(n // size, 1), dtype=np.intp) * size
 
 
@@ -77,7 +78,7 @@ def block_means(x: Float, begins: Index) -> Float:
 
 
 def block_medians(x: Float, size: int) -> Float:
-    """Return the median of each block of `size`, as `starts` has them."""
+    """Return the median of each block of `size`. The blocks are those of `starts`."""
     blocks = max(len(x) // size, 1)
     if size == 1 or blocks == 1:
         return x if size == 1 else np.array([median(x)])
@@ -92,7 +93,10 @@ def _pairs(n: int) -> tuple[Index, Index]:
 
 
 def theil_sen(t: Float, y: Float) -> float:
-    """Return the median slope over all pairs of n points (n ≥ 2, a few hundred at most); 0 without any."""
+    """
+    Return the median slope over all pairs of n points (n ≥ 2, at most a few hundred). 0 if there are no
+    pairs.
+    """
     first, second = _pairs(len(t))
     across = t[second] - t[first]
     if not (across > 0).all():
@@ -101,7 +105,7 @@ def theil_sen(t: Float, y: Float) -> float:
 
 
 def r_squared(t: Float, y: Float, slope: float) -> float:
-    """Return the share of the variance of y that a line of that slope explains."""
+    """Return the share of the variance of y that a line with that slope explains."""
     rest = y - slope * t
     rest = rest - rest.mean()
     around = y - y.mean()
@@ -111,9 +115,10 @@ def r_squared(t: Float, y: Float, slope: float) -> float:
 
 def over_walk(t: Float, y: Float, most: int, least: int, floor: bool = False) -> float:
     """
-    Return how improbable the growth of y over t would be for a random walk, in standard deviations of a
-    Gaussian: Student's t of the increments of `most` blocks at most, or of the last `least` or more of them.
-    With `floor`, of the lowest values of the blocks, not of their means.
+    Return how improbable the growth of y over t is for a random walk, in standard deviations of a Gaussian.
+
+    It is Student's t of the increments of at most `most` blocks, or of the last blocks, at least `least`.
+    With `floor`, the lowest values of the blocks are used instead of their means.
     """
     begins = starts(len(y), max(1, len(y) // (most + 1)))
     ys = np.minimum.reduceat(y, begins) if floor else block_means(y, begins)
@@ -134,8 +139,8 @@ def over_walk(t: Float, y: Float, most: int, least: int, floor: bool = False) ->
 
 def best_ramp(t: Float, y: Float, least: int) -> tuple[int, float]:
     """
-    Return from which of n points on a line that is flat before explains y best, and its share of the
-    variance; at least so many points are left.
+    Return the index at which a ramp that is flat before best explains y, and the explained share of the
+    variance. At least `least` of the n points follow the index.
     """
     around = y - y.mean()
     total = float(around @ around)
@@ -156,14 +161,16 @@ def best_ramp(t: Float, y: Float, least: int) -> tuple[int, float]:
 
 def hinge(t: Float, y: Float, began: float, error: float) -> tuple[float, float]:
     """
-    Return when y left its level to grow along a line, and the error of that: by the least squares of all n
-    points, with noise that goes on for some points counted as fewer of them.
+    Return (onset, error): when y left its level to grow along a line.
+
+    The result is a least-squares fit to all n points. Autocorrelated noise reduces the effective number of
+    points.
 
     Args:
         t: (n,) seconds, ascending.
         y: (n,) bytes.
-        began: what is known of it,
-        error: to within so much; returned where the points do not tell more.
+        began: estimate of the onset.
+        error: error of the estimate. Both are returned if the points are not more precise.
     """
     tried = np.linspace(max(began - 3 * error, t[0]), min(began + 3 * error, t[-1]), _HINGES)
     if len(t) < _FITTED or tried[0] >= tried[-1]:
@@ -187,14 +194,14 @@ def hinge(t: Float, y: Float, began: float, error: float) -> tuple[float, float]
 
 
 def steps_share(y: Float) -> float:
-    """Return the share of the variance of y that up to three steps explain."""
+    """Return the share of the variance of y that at most three steps explain."""
     around = y - y.mean()
     total = float(around @ around)
     return _between(y, 2) / total if total > 0 else 0.0
 
 
 def _between(y: Float, depth: int) -> float:
-    """Return by how much steps lower the sum of squares."""
+    """Return by how much steps reduce the sum of squares."""
     n = len(y)
     if n < 2 or depth == 0:
         return 0.0
@@ -206,46 +213,46 @@ def _between(y: Float, depth: int) -> float:
 
 
 MOST_BYTES = float(1 << 60)
-"""Anything larger is no size."""
+"""Larger values are invalid sizes."""
 LEAST_TOTAL = float(1 << 20)
-"""Anything smaller is no device, and no limit."""
+"""Smaller values are not the memory of a device, and not a limit."""
 _HOST = ("rss_bytes", "uss_bytes", "limit_bytes", "limit_used_bytes")
 _WARM_STEPS = 2
-"""Number of steps after the first that still are warm-up."""
+"""Number of steps after the first that still count as warm-up."""
 _WARM_SHARE = 5
-"""Warm-up is at most one in so many of the samples."""
+"""Warm-up takes at most the number of samples divided by this."""
 _QUARTER = 4
 _REACHED = 0.9
 _BLOCKS = 20
 """
-Number of blocks of samples. If no steps are known, loading ends at the first level that is held for two of
-them.
+Number of blocks of samples. If no steps are known, loading ends at the first level that is held for two
+blocks.
 """
 _BLOCK = 4
-"""Least number of samples in such a block."""
+"""Smallest number of samples in such a block."""
 _LEVEL = 0.02
 """Share within which a level must be held."""
 _NOISE = 6.0
 """Number of standard deviations of the noise within which a level may be held instead."""
 _TAIL_S = 30.0
-"""Longest time of a last step that may be the end of the process, in which it releases its memory, in s."""
+"""Longest duration of a last step that may be the end of the process, which releases its memory, in s."""
 _FALL = 0.05
-"""What falls by this share in it is not the level of the run."""
+"""If memory falls by this share in that step, the step is not at the level of the run."""
 
 
 @dataclass(frozen=True)
 class Track:
-    """One counter of one place, where it is known."""
+    """One counter of one place, at the samples where it is known."""
 
     t_ns: Int64
     s: Float
     """(n,) seconds since the first sample."""
     step: Float
-    """(n,), NaN: not known."""
+    """(n,). NaN: not known."""
     x: Float
     """(n,) bytes."""
     settled: int
-    """The first sample after warm-up; n: none."""
+    """Index of the first sample after warm-up. n: there is none."""
 
     def __len__(self) -> int:
         """Return the number of samples after warm-up."""
@@ -260,17 +267,17 @@ class Track:
         )
 
     def newest(self, n: int) -> Track:
-        """Return the last n samples of one that has no warm-up any more."""
+        """Return the last n samples of a track without warm-up."""
         return Track(self.t_ns[-n:], self.s[-n:], self.step[-n:], self.x[-n:], 0)
 
     @cached_property
     def interval_s(self) -> float:
-        """Return the usual time between samples; 0 for fewer than two."""
+        """Return the usual time between samples in s. 0 for fewer than two samples."""
         return median(self.s[1:] - self.s[:-1]) if len(self.s) > 1 else 0.0
 
     @cached_property
     def per_step(self) -> float:
-        """Return the samples to a step; 0: not known."""
+        """Return the number of samples per step. 0: not known."""
         low, high = self.steps_between(0, len(self.x) - 1)
         return len(self.x) / (high - low) if low is not None and high is not None and high > low else 0.0
 
@@ -281,13 +288,13 @@ class Track:
         )
 
     def steps_between(self, first: int, last: int) -> tuple[int | None, int | None]:
-        """Return the first and the last step that are known between two samples."""
+        """Return the first and the last known step between two samples."""
         known = self.step[first : last + 1]
         known = known[~np.isnan(known)]
         return (int(known[0]), int(known[-1])) if len(known) else (None, None)
 
     def s_per_step(self, first: int = 0) -> float | None:
-        """Return the seconds to a step from a sample on; None: not known."""
+        """Return the seconds per step from a sample on. None: not known."""
         known = np.flatnonzero(~np.isnan(self.step[first:])) + first
         if len(known) < 2:
             return None
@@ -301,7 +308,7 @@ class Track:
 
 @dataclass(frozen=True)
 class Place:
-    """One rank process's memory on one device, or on its host."""
+    """The memory of one rank process on one device, or on its host."""
 
     rank: int
     node: str
@@ -314,14 +321,17 @@ class Place:
     step: Float
     columns: Mapping[str, Float]
     settled: int | None
-    """The first sample after warm-up; None: nothing says when that was, each counter tells by itself."""
+    """
+    Index of the first sample after warm-up. None: steps do not show it, so each counter
+    decides by itself.
+    """
     last: int | None
-    """The first sample of the last step, where that may be the end of the process."""
+    """Index of the first sample of the last step, if that step may be the end of the process."""
     tracks: dict[str, Track | None] = field(default_factory=dict)
-    """Those that have been asked for."""
+    """Tracks that have been requested."""
 
     def track(self, name: str) -> Track | None:
-        """Return a counter, None where it is not known."""
+        """Return a counter. None if it is not known."""
         if name not in self.tracks:
             column = self.columns.get(name)
             self.tracks[name] = None if column is None else self._track(column)
@@ -329,7 +339,7 @@ class Place:
 
     @cached_property
     def gap(self) -> Track | None:
-        """Return what the driver counts for the process and torch's allocator does not."""
+        """Return the gap: memory that the driver counts for the process and torch's allocator does not."""
         used, reserved = self.columns.get(self.gap_from or ""), self.columns.get("reserved_bytes")
         if used is None or reserved is None:
             return None
@@ -338,8 +348,8 @@ class Place:
     @cached_property
     def claimed(self) -> Track | None:
         """
-        Return what is used of the device, without what torch's allocator holds for this process and does not
-        use.
+        Return the used memory of the device, without memory that torch's allocator holds for this process and
+        does not use.
         """
         columns = [self.columns.get(f"{name}_bytes") for name in ("device_used", "reserved", "allocated")]
         used, reserved, allocated = columns
@@ -349,7 +359,10 @@ class Place:
 
     @cached_property
     def gap_from(self) -> str | None:
-        """Return the counter that the gap is measured from: the process's own, or the whole device's."""
+        """
+        Return the counter from which the gap is computed: the process's own, or that of the
+        whole device.
+        """
         for name in ("process_bytes", "device_used_bytes"):
             column = self.columns.get(name)
             if column is not None and np.isfinite(column).any():
@@ -363,20 +376,23 @@ class Place:
 
     @cached_property
     def total(self) -> float | None:
-        """Return how much the device has, or the host's limit."""
+        """Return the memory of the device, or the host's limit, in bytes."""
         total = self.latest(self.used_total[1])
         return None if total is None or total < LEAST_TOTAL else total
 
     @property
     def used_total(self) -> tuple[str, str]:
-        """Return the counters of what is used of what; of a device at least what torch holds of it."""
+        """
+        Return (counter of used memory, counter of total memory). If the driver was not asked, the use of a
+        device is at least what torch holds.
+        """
         if self.device is None:
             return "limit_used_bytes", "limit_bytes"
         return "device_used_bytes" if self.asked_driver else "reserved_bytes", "device_total_bytes"
 
     @cached_property
     def asked_driver(self) -> bool:
-        """Whether what is used of the device is known, and not only what torch holds of it."""
+        """Return whether the used memory of the device is known, and not only what torch holds of it."""
         used = self.columns.get("device_used_bytes")
         return used is not None and bool(np.isfinite(used).any())
 
@@ -395,7 +411,7 @@ class Place:
 
 
 def places(series: Series) -> list[Place]:
-    """Return the places of a series: its device, and the host where its samples have that, too."""
+    """Return the places of a series: its device, and the host if the samples include it."""
     t_ns, order = series.t_ns, None
     if len(t_ns) > 1 and (np.diff(t_ns) < 0).any():
         order = np.argsort(t_ns, kind="stable")
@@ -416,7 +432,10 @@ def places(series: Series) -> list[Place]:
 
 
 def _settled(first_step_ns: int | None, t_ns: Int64, step: Float) -> int | None:
-    """Return the first sample after warm-up: the first step is over, and two more where there are samples."""
+    """
+    Return the first sample after warm-up: the first step is over, and two more steps if there are samples of
+    them.
+    """
     known = np.flatnonzero(~np.isnan(step))
     if first_step_ns is not None:
         index = int(np.searchsorted(t_ns, first_step_ns))
@@ -432,7 +451,7 @@ def _settled(first_step_ns: int | None, t_ns: Int64, step: Float) -> int | None:
 
 
 def _last_step(t_ns: Int64, step: Float) -> int | None:
-    """Return the first sample of the last step, None where that lasted longer than the end of a process."""
+    """Return the first sample of the last step. None if that step lasted longer than the end of a process."""
     known = np.flatnonzero(~np.isnan(step))
     if not len(known) or step[known[0]] == step[known[-1]]:
         return None
@@ -441,13 +460,16 @@ def _last_step(t_ns: Int64, step: Float) -> int | None:
 
 
 def _end(x: Float, last: int) -> int:
-    """Return the first sample from `last` on that is below the one before, or the first; n: none."""
+    """
+    Return the first sample from `last` on that is below the one before, otherwise the sample `last`. n: there
+    is none.
+    """
     fallen = np.flatnonzero(x[last:] < (1 - _FALL) * x[max(last - 1, 0) : last + 1].max())
     return last + int(fallen[0]) if len(fallen) else len(x)
 
 
 def _plateau(x: Float) -> int:
-    """Return the first sample of the first level that is held: what is before is loading."""
+    """Return the first sample of the first level that is held. Samples before it belong to loading."""
     quarter = len(x) // _QUARTER
     if quarter < 2:
         return 0
@@ -457,7 +479,7 @@ def _plateau(x: Float) -> int:
     near = max(_NOISE * noise(x), 0.0)
     spread = np.maximum(high[1:], high[:-1]) - np.minimum(low[1:], low[:-1])
     held = np.flatnonzero(spread <= np.maximum(_LEVEL * high[1:], near))
-    if not len(held):  # it grows all the time: what was reached soon is loaded
+    if not len(held):  # it grows all the time: what was reached soon counts as loading
         return int(np.argmax(x[:quarter] >= _REACHED * median(x[quarter // 2 : quarter])))
     first = int(blocks[held[0]])
     level = median(x[first : first + 2 * size])

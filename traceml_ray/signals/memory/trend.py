@@ -1,7 +1,7 @@
 """
-Memory that grows all the time: its slope, and when it is full.
+Detects lasting growth of memory: its slope, and when memory is full.
 
-Whether growth follows a line, slows down (a root, a logarithm, a cache that fills) or speeds up.
+Also classifies growth as linear, slowing down (a root, a logarithm, a cache that fills) or speeding up.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from traceml_ray.signals.memory.tracks import (
 
 Bend = Literal["line", "slows", "quickens"]
 _BEGINS = (-0.25, -0.125, 0.0, 0.125, 0.25)
-"""Growth may have begun so much earlier or later than assumed, as a share of its time."""
+"""Shifts of the onset that are tested, earlier or later than assumed, as shares of the duration of growth."""
 _LOGARITHMS = (0.3, 0.1, 0.03, 0.01)
 _FILLING = (1.0, 0.5, 0.25)
 _QUICKENING = (1.0, 0.5, 0.25)
-"""Time constants of logarithms and exponentials, as shares of the time of growth."""
+"""Time constants of logarithms and exponentials, as shares of the duration of growth."""
 _REST = 0.5
-"""Largest share of the variance left by the best line that a bent shape may leave."""
+"""A bent shape may leave at most this share of the variance that the best line leaves."""
 _EVIDENCE = 12.0
 """
-Evidence that a bent shape needs with n points: it may leave at most exp(−this ÷ n) of what the line leaves,
-because two shapes that fit equally well differ by chance.
+Evidence that a bent shape needs with n points: it may leave at most exp(−this ÷ n) of the variance that the
+line leaves, because two equally good shapes differ by chance.
 """
 SLOWER = 0.8
 _FASTER = 1.25
 """Factor by which the slope of the last third must differ from the whole's."""
 _STRAIGHT = 0.85
 """
-Share of the first half's slope that the second half's must reach, beyond its error, for a part to be
-straight.
+Growth is straight if the slope of its second half is at least this share of the slope of its first half,
+allowing for its error.
 """
 _Rows = tuple[slice, slice, slice]
 
@@ -59,8 +59,8 @@ _Rows = tuple[slice, slice, slice]
 @lru_cache(64)
 def _shapes(n: int) -> tuple[Float, _Rows]:
     """
-    Return (shapes, n) centred and normalised curves over n points that are evenly spread in time, and which
-    of them are lines, which slow down and which speed up.
+    Return (shapes, n) centred and normalised curves over n points that are evenly spaced in time, and which
+    of them are lines, slow down, or speed up.
     """
     unit = np.linspace(0.0, 1.0, n)
     lines, slowing, quickening = [], [], []
@@ -81,12 +81,12 @@ def _shapes(n: int) -> tuple[Float, _Rows]:
 
 def bend(t: Float, y: Float, slope: float) -> tuple[Bend, float]:
     """
-    Return how growth is bent, and its slope of late (that of the last third; of a line the slope itself).
+    Return how growth is bent, and its recent slope: that of the last third, or for a line the slope itself.
 
     Args:
         t: (n,) seconds, ascending.
         y: (n,) bytes.
-        slope: of the line through them, bytes a second.
+        slope: slope of the line through them, bytes per second.
     """
     n = len(t)
     part = max(n // 3, 2)
@@ -104,7 +104,10 @@ def bend(t: Float, y: Float, slope: float) -> tuple[Bend, float]:
 
 
 def _unexplained(t: Float, y: Float) -> tuple[float, float, float]:
-    """Return the least share of the variance of y that lines, slowing and quickening curves leave."""
+    """
+    Return the smallest share of the variance of y that lines, slowing curves and quickening curves leave
+    unexplained.
+    """
     curves, rows = _shapes(len(t))
     even = np.interp(np.linspace(t[0], t[-1], len(t)), t, y)
     around = even - even.mean()
@@ -118,12 +121,12 @@ def _unexplained(t: Float, y: Float) -> tuple[float, float, float]:
 
 
 def slowing_share(t: Float, y: Float) -> float:
-    """Return the share of the variance of y that growth which slows down explains, 0..1."""
+    """Return the share of the variance of y that slowing growth explains, 0..1."""
     return 1 - _unexplained(t, y)[1]
 
 
 def straight(t: Float, y: Float) -> bool:
-    """Whether the second half of growth is as steep as its first half, as surely as the noise allows."""
+    """Return whether the second half of growth is as steep as the first half, within the noise."""
     half = len(t) // 2
     if half < _FEWEST:
         return False
@@ -135,17 +138,17 @@ def straight(t: Float, y: Float) -> bool:
 
 
 def _slope_error(t: Float, y: Float, slope: float) -> float:
-    """Return the standard error of the slope of a line through points whose errors are independent."""
+    """Return the standard error of the slope of a line through points with independent errors."""
     rest, around = y - slope * t, t - t.mean()
     return float(rest.std() / max(float(np.sqrt(around @ around)), 1e-9))
 
 
 _COARSE_POINTS = 24
-"""Blocks of a second try, which see the floor of a slow saw."""
+"""Number of blocks of a second attempt, which detects the floor of a slow sawtooth."""
 _FEWEST = 5
-"""Points that a slope needs."""
+"""Smallest number of points for a slope."""
 _LATER = 1 / 3
-"""Of growth that slows down at first, what is after this share of its time may be a line."""
+"""If growth slows down at first, the part after this share of its time may be a line."""
 
 
 @dataclass(frozen=True)
@@ -153,11 +156,11 @@ class Ramp:
     """A lasting growth of one counter."""
 
     slope: float
-    """Bytes a second."""
+    """Bytes per second."""
     slope_step: float | None
-    """Bytes a step."""
+    """Bytes per step."""
     first: int
-    """Sample of the track that it begins with."""
+    """Index of the first sample of the track that belongs to it."""
     from_ns: int
     to_ns: int
     from_step: int | None
@@ -165,25 +168,25 @@ class Ramp:
     grown: float
     r2: float
     over_walk: float
-    """How improbable it would be for a random walk, in standard deviations."""
+    """How improbable it is for a random walk, in standard deviations."""
     samples: int
     bend: Bend = "line"
-    """Whether it follows a line, slows down or speeds up."""
+    """Whether it is linear, slows down or speeds up."""
     recent: float = 0.0
-    """Bytes a second of late: of a line `slope`, else the slope of the last third."""
+    """Recent slope in bytes per second: for a line `slope`, otherwise the slope of the last third."""
 
     @property
     def seconds(self) -> float:
-        """Return how long it has lasted."""
+        """Return its duration, in s."""
         return (self.to_ns - self.from_ns) / 1e9
 
     @property
     def steps(self) -> int | None:
-        """Return over how many steps."""
+        """Return the number of steps that it spans."""
         return None if self.from_step is None or self.to_step is None else self.to_step - self.from_step
 
     def confidence(self, limits: MemoryLimits) -> Confidence:
-        """Return how sure it is, from the samples and the fit."""
+        """Return the confidence, from the number of samples and the fit."""
         if self.samples < limits.short_samples:
             return "medium" if self.over_walk >= limits.over_walk_short else "low"
         return "high" if self.samples >= limits.drift_samples and self.r2 >= limits.r2_short else "medium"
@@ -191,28 +194,28 @@ class Ramp:
 
 @dataclass(frozen=True)
 class Forecast:
-    """How long the memory that is left lasts."""
+    """How long the remaining memory lasts."""
 
     left: float
-    """Bytes that are free."""
+    """Free bytes."""
     s: float
-    """Seconds until they are used."""
+    """Seconds until memory is full."""
     steps: int | None
-    """Steps until then."""
+    """Steps until memory is full."""
     earliest: bool = False
-    """Growth slows down: the time is a lower bound, at the slope of late."""
+    """Whether the time is a lower bound, at the recent slope, because growth slows down."""
 
 
 def ramp(track: Track, limits: MemoryLimits, least: int, floor: bool = False) -> Ramp | None:
     """
-    Return the lasting growth of a counter, None where there is none.
+    Return the lasting growth of a counter. None if there is none.
 
     Args:
         track: the counter.
         limits: the thresholds.
-        least: fewest samples after warm-up.
-        floor: go by the lowest value of each block of samples (memory that a step gives back is no growth),
-            not by its median.
+        least: smallest number of samples after warm-up.
+        floor: use the lowest value of each block of samples instead of its median. Memory that a step
+            releases again is then no growth.
     """
     after = track.after
     n = len(after.x)
@@ -229,8 +232,8 @@ def ramp(track: Track, limits: MemoryLimits, least: int, floor: bool = False) ->
 
 def free(place: Place) -> float | None:
     """
-    Return the bytes that a device or a host has left; None: not known. Memory that torch's allocator holds
-    and does not use is free.
+    Return the free bytes of a device or a host. None: not known. Memory that torch's allocator holds and does
+    not use counts as free.
     """
     used, total = place.latest(place.used_total[0]), place.total
     if used is None or total is None:
@@ -245,12 +248,12 @@ def free(place: Place) -> float | None:
 
 def forecast(growing: Ramp, left: float | None, slope: float) -> Forecast | None:
     """
-    Return when memory is full; None: not known.
+    Return when memory is full. None: not known.
 
     Args:
         growing: the growth of one counter.
-        left: bytes that are free; None: not known.
-        slope: bytes a second by which everything in that memory grows, this counter among it.
+        left: free bytes. None: not known.
+        slope: bytes per second by which all use of that memory grows, including this counter.
     """
     if left is None or slope <= 0:
         return None
@@ -260,14 +263,17 @@ def forecast(growing: Ramp, left: float | None, slope: float) -> Forecast | None
 
 
 def r2_limit(samples: int, limits: MemoryLimits) -> float:
-    """Return how well a line must fit so many samples."""
+    """Return how well a line must fit this number of samples."""
     if samples < limits.short_samples:
         return limits.r2_shortest
     return limits.r2_short if samples < limits.drift_samples else limits.r2
 
 
 def _newest(after: Track, few: int, limits: MemoryLimits, floor: bool) -> Ramp | None:
-    """Return the growth of the newest samples, None where it is within what was used before, as of a saw."""
+    """
+    Return the growth of the newest samples. None if it stays within what was used before, as
+    in a sawtooth.
+    """
     newest = _ramp(after.newest(few), 1, limits, floor)
     if newest is None or newest.over_walk < limits.over_walk_short:
         return None
@@ -280,7 +286,7 @@ def _newest(after: Track, few: int, limits: MemoryLimits, floor: bool) -> Ramp |
 
 def _was_faster(after: Track, first: int, newest: Ramp) -> bool:
     """
-    Whether the newest growth, which begins with sample `first`, is the end of growth that slows down: as many
+    Return whether the newest growth, from sample `first` on, is the end of slowing growth: an equal number of
     samples before it grew, too, and all samples before it grew faster.
     """
     before = max(first - newest.samples, 0)
@@ -292,7 +298,7 @@ def _was_faster(after: Track, first: int, newest: Ramp) -> bool:
 
 
 def _slope(after: Track, first: int, end: int) -> float:
-    """Return the slope of the samples from `first` to `end`, by blocks."""
+    """Return the slope of the samples from `first` to `end`, computed from blocks."""
     size = -(-(end - first) // _COARSE_POINTS)
     t, y = after.s[first:end], after.x[first:end]
     return theil_sen(block_means(t, starts(len(t), size)), block_medians(y, size))
@@ -326,7 +332,7 @@ def _ramp(after: Track, size: int, limits: MemoryLimits, floor: bool) -> Ramp | 
 
 
 def _evident(after: Track, t: Float, y: Float, first: int, limits: MemoryLimits, floor: bool) -> Ramp | None:
-    """Return the growth of points from sample `first` on, None where they do not prove it."""
+    """Return the growth of points from sample `first` on. None if the points do not prove it."""
     n = len(after.x) - first
     slope = theil_sen(t, y)
     r2 = r_squared(t, y, slope)
@@ -356,15 +362,15 @@ def _evident(after: Track, t: Float, y: Float, first: int, limits: MemoryLimits,
 
 
 def _goes_on(t: Float, y: Float, slope: float, limits: MemoryLimits) -> bool:
-    """Whether it still grows: the last third, or the last half of few points."""
+    """Return whether it still grows, from the last third, or from the last half if there are few points."""
     part = len(t) // 3 if len(t) >= limits.short_samples else len(t) // 2 + 1
     return theil_sen(t[-part:], y[-part:]) >= limits.still_grows * slope
 
 
 def slope_of_all(used: Track | None, growing: Ramp, limits: MemoryLimits) -> float:
     """
-    Return the slope of all that is used of a host or a device since `growing` began, bytes a second; 0 while
-    that is not sure: other programs come and go.
+    Return the slope of all used memory of a host or a device since `growing` began, in bytes per second. 0
+    while it is not certain, because other programs start and end.
     """
     if used is None:
         return 0.0

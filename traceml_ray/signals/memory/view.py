@@ -1,6 +1,6 @@
 """
-The memory of the ranks of a run: what is asked, the answer of its live judge or from the samples that are
-stored, and what is shown of it.
+The memory of the ranks of a run: the question, the answer (from the live judge, or from stored samples), and
+its presentation.
 """
 
 from __future__ import annotations
@@ -49,33 +49,33 @@ from traceml_ray.store.session_file import SessionFile
 
 
 class RunMemory(Memory, frozen=True, kw_only=True):
-    """Analysis of the memory of a run, and how much its ranks have used."""
+    """Analysis of the memory of a run, with the memory that its ranks have used."""
 
     per_rank: dict[int, MemoryOfRank] = {}
-    """Peak and last memory of each rank's newest process; empty where it was not asked for."""
+    """Peak and last memory of each rank's newest process. Empty if it was not requested."""
 
 
 class GetMemory(OfRun[RunMemory], frozen=True):
     """
-    What is found about the memory of the ranks of a run, as of now; with `peaks`, also what each has used:
-    that takes a pass over all samples that are stored.
+    Current findings about the memory of the ranks of a run. With `peaks`, also what each rank has used, which
+    requires a pass over all stored samples.
     """
 
     peaks: bool = True
 
 
 _FINDINGS = 100
-"""Of a summary."""
+"""Largest number of findings in a summary."""
 
 
 def memory_facts(memory: Memory) -> Facts:
-    """Return of which ranks nothing is known about memory, where something was found of others."""
+    """Return of which ranks no memory is known, if findings of others exist."""
     missing = missing_words(memory) if memory.findings else ()
     return Facts(("Memory", "".join(missing)))
 
 
 def first_words(memory: Memory) -> Sequence[str]:
-    """Return in sentences which rank's memory grew first, or that none did, and who is missing."""
+    """Return sentences: which rank's memory grew first, or that none did, and which ranks are missing."""
     cause, onset = memory.first_cause, memory.collective_onset
     if cause is not None:
         sentences = [cause.why, *cause.next[:1]]
@@ -89,7 +89,7 @@ def first_words(memory: Memory) -> Sequence[str]:
 
 
 def missing_words(memory: Memory) -> Sequence[str]:
-    """Return in a sentence of which ranks there are no samples; none where there are of all."""
+    """Return a sentence that names the ranks without samples. Empty if all ranks have samples."""
     ranks = memory.missing_ranks
     return [f"There are no samples of {text.ranks(ranks)}."] if ranks else []
 
@@ -108,7 +108,7 @@ def read(path: Path) -> FileContents:
     Return the memory of every rank process of every run of a session file.
 
     Raises:
-        NoSamplesError: no rank has reported any.
+        NoSamplesError: no rank has reported its memory.
         SessionFileError: the file cannot be read.
     """
     with SessionFile(path) as file, legible(path), file.at_one_moment():
@@ -121,7 +121,7 @@ def read(path: Path) -> FileContents:
 
 def recordings_of(file: SessionFile) -> list[Recording]:
     """
-    Return the memory of every rank process of every run, by device, with its collectives. Raises
+    Return the memory of every rank process of every run, per device, with its collectives. Raises
     `SessionFileError`.
     """
     processes = {process.id: process for process in file.processes() if process.rank is not None}
@@ -159,14 +159,14 @@ def recordings_of(file: SessionFile) -> list[Recording]:
 
 
 def memory_of(file: SessionFile) -> Memory:
-    """Return what is found about the memory of the ranks of a file's run; empty without any sample."""
+    """Return the findings about the memory of the ranks of a file's run. Empty if there are no samples."""
     run = file.run_id()
     recordings = [recording for recording in recordings_of(file) if recording.run == run]
     return judge_recordings(merge(recordings), RankFilter()) if recordings else Memory()
 
 
 def memory_by_rank(file: SessionFile, ranks: Mapping[int, RankProcess]) -> dict[int, MemoryOfRank]:
-    """Return how much memory the process of each rank has used. Raises `SessionFileError`."""
+    """Return the memory that the process of each rank has used. Raises `SessionFileError`."""
     resident, allocated = file.memory(), file.allocated_peaks()
     return {
         rank: MemoryOfRank(*resident.get(process.id, (None, None)), allocated.get(process.id))
@@ -175,7 +175,10 @@ def memory_by_rank(file: SessionFile, ranks: Mapping[int, RankProcess]) -> dict[
 
 
 def _add_collectives(file: SessionFile, recordings: Sequence[Recording]) -> None:
-    """Add which collectives each process was in, and when, as far as its samples tell when its steps were."""
+    """
+    Add which collectives each process was in, and when. Times are estimated from the steps of
+    its samples.
+    """
     processes = {process.id: process.process_id for process in file.processes()}
     timed = {
         recording.process: recording
@@ -202,18 +205,21 @@ def _add_collectives(file: SessionFile, recordings: Sequence[Recording]) -> None
 
 
 def is_collective(span: str) -> bool:
-    """Whether a span of that name is one, not only the wait for it."""
+    """Return whether a span of that name is a collective, and not only the wait for one."""
     return bool(COLLECTIVE.match(span)) and span != "wait"
 
 
 def when(t_ns: Ints, step: Ints, *steps: int) -> list[int]:
-    """Return about when a process came to each of `steps`; one of its samples, at least, has a step."""
+    """
+    Return approximately when a process reached each of `steps`. At least one of its samples
+    must have a step.
+    """
     known = step >= 0
     return [int(at_ns) for at_ns in np.interp(steps, step[known], t_ns[known])]
 
 
 def _on_one_clock(measured_columns: MemoryColumns, clock: NodeClock) -> tuple[MemoryColumns, int]:
-    """Return samples on the aggregator's clock, in order of time, and how far off the times are at most."""
+    """Return samples on the aggregator's clock, in order of time, and the largest error of the times."""
     t_ns, bound_ns = clock.to_aggregator(measured_columns.t_ns)
     order = np.argsort(t_ns, kind="stable")
     columns = {name: values[order] for name, values in measured_columns.columns.items()}
@@ -223,14 +229,17 @@ def _on_one_clock(measured_columns: MemoryColumns, clock: NodeClock) -> tuple[Me
 
 
 def _first_step_ns(t_ns: Ints, step: Ints) -> int | None:
-    """Return when the first step was over: the first sample in a later one than the first that is known."""
+    """Return when the first step was over: at the first sample in a later step than the first known one."""
     known = step[step >= 0]
     later = np.flatnonzero(step > known[0]) if len(known) else known
     return int(t_ns[later[0]]) if len(later) else None
 
 
 def ranks_table(rows: Sequence[RankMemory]) -> Table:
-    """Return `Memory.ranks`, or some, as a table: growth is above the settled level of a rank's memory."""
+    """
+    Return (some rows of) `Memory.ranks` as a table. Growth is above the settled level of a
+    rank's memory.
+    """
     columns = [
         Column("rank", lambda row: row.rank, "figures", link=lambda row: ("rank", row.rank)),
         Column("node", lambda row: row.node),
@@ -251,12 +260,15 @@ def ranks_table(rows: Sequence[RankMemory]) -> Table:
 
 
 def _used(row: RankMemory) -> float:
-    """Return the share of its memory that a rank uses; 0 where that is not known."""
+    """Return the share of its memory that a rank uses. 0 if it is not known."""
     return (row.used_bytes or 0) / (row.total_bytes or 1)
 
 
 def _fullest(rows: Sequence[RankMemory]) -> list[str]:
-    """Return in a sentence which rank uses most of the memory that it has; nothing where none is known."""
+    """
+    Return a sentence that names the rank with the largest share of its memory in use. Empty if
+    none is known.
+    """
     known = [row for row in rows if row.used_bytes is not None and row.total_bytes]
     if not known:
         return []
@@ -283,26 +295,29 @@ class MemoryView(View[RunMemory]):
     page = "memory"
 
     def answer(self, run: Run, asked: GetMemory) -> RunMemory:
-        """Return what is found now, or of all samples; with what each rank has used, where that is asked."""
+        """
+        Return the current findings, or those of all samples; if requested, with what each rank
+        has used.
+        """
         memory: Memory = memory_of(run.file) if run.live is None else run.live
         per_rank = memory_by_rank(run.file, run.ranks) if asked.peaks else {}
         return RunMemory(**msgspec.structs.asdict(memory), per_rank=per_rank)
 
     def findings(self, answer: Memory, steps: Sequence[Finding], verdict: OnSteps | None) -> list[Finding]:
-        """Return what was found, and its relations: to communication, and which grew first."""
+        """Return the findings with their relations: to communication, and to the rank that grew first."""
         return _findings(answer, steps)
 
     def every_s(self, ranks: Mapping[int, RankProcess], world: int) -> float | None:
-        """Return 5 s, where ranks send samples."""
+        """Return 5 s if ranks send samples."""
         samples = any(process.memory_from for process in ranks.values())
         return 5.0 if samples and world < SLOW_RANKS else None
 
     def cause(self, death: Verdict, answer: Memory) -> str:
-        """Return what memory had done before, where a rank died for lack of it, or was killed."""
+        """Return what memory did before, if a rank ran out of memory or was killed."""
         return sentences.cause_of_death(answer, death)
 
     def block(self, answer: RunMemory) -> MemoryNumbers:
-        """Return what each rank has used, and what was found."""
+        """Return what each rank has used, and the findings."""
         return MemoryNumbers(
             per_rank=answer.per_rank,
             first_cause=answer.first_cause,
@@ -312,26 +327,33 @@ class MemoryView(View[RunMemory]):
         )
 
     def of_block(self, block: MemoryNumbers) -> RunMemory:
-        """Return the answer of a block: what was found, without each rank process in numbers."""
+        """Return the answer of a block: the findings, without the numbers of each rank process."""
         return RunMemory(**msgspec.structs.asdict(block))
 
     def details(self, answer: Memory) -> Sequence[Section]:
-        """Return who is missing, or that nothing was found, and the memory of each rank in numbers."""
+        """
+        Return which ranks are missing, or that nothing was found, and the memory of each rank
+        in numbers.
+        """
         if not answer.ranks:
             return [Section("model", [Facts(("", "No sample of a rank's memory."))], "Memory")]
         sentences = missing_words(answer) if answer.findings else first_words(answer)
         return [Section("model", [Facts.listed("", sentences), ranks_table(answer.ranks)], "Memory")]
 
     def brief(self, answer: Memory) -> Facts:
-        """Return that nothing was found, or who is missing, and whose memory is the fullest."""
+        """
+        Return that nothing was found, or which ranks are missing, and which rank's memory is
+        the fullest.
+        """
         if not answer.ranks:
             return Facts()
-        serious = any(one.severity != "info" for one in answer.findings)  # else it is beside the verdict
+        # otherwise it is shown with the verdict
+        serious = any(one.severity != "info" for one in answer.findings)
         words = missing_words(answer) if serious else first_words(answer)
         return Facts.listed("Memory", [*words, *_fullest(answer.ranks)])
 
     def sections(self, answer: RunMemory) -> Sequence[Section]:
-        """Return of which ranks nothing is known; what was found is among the findings."""
+        """Return of which ranks no memory is known. Findings are shown elsewhere."""
         per_rank = getattr(answer, "per_rank", {})
         peaks = {rank: one.rss_peak_bytes for rank, one in per_rank.items()}
         column = RankColumn("peak rss", "size", peaks)
@@ -340,11 +362,11 @@ class MemoryView(View[RunMemory]):
 
 def _findings(memory: Memory, steps: Sequence[Finding]) -> list[Finding]:
     """
-    Return the findings about memory, and as findings of their own what may explain them: communication, and
-    that the memory of one rank grew before that of the others, or that of several at once.
+    Return the findings about memory, and separate findings that may explain them: communication, and that the
+    memory of one rank grew before the others', or that of several at once.
 
-    What had grown on a rank that died of lack of memory may explain its death. Of many findings only the
-    first are made, as many as are listed: they are in order.
+    Growth on a rank that ran out of memory may explain its death. Of many findings only the first ones are
+    made, up to the number that is listed: they are in order.
     """
     most_severe = memory.findings[:MOST]
     dead = {rank: one.key for one in steps if one.label == "oom" for rank in one.ranks}

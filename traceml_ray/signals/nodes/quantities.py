@@ -1,7 +1,8 @@
 """
-The quantities measured of a node, of its devices, of a process and its memory, one table each: source, unit,
-place on the node page, and the limit from which on it is an anomaly. Detection, evidence, report, page and
-metrics follow.
+The quantities measured of a node, of its devices, of a process and of its memory, one table each.
+
+A table gives the source, unit, place on the node page, and anomaly limit of each quantity. Detection,
+evidence, report, page and metrics use these tables.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ class Unit(NamedTuple):
     written: Callable[[float], str] | None
     axis: str = ""
     scale: float = 1.0
-    """A value times this is what the axis shows."""
+    """The axis shows the value times this."""
     metric: str = ""
     base: float = 1.0
-    """A value times this is in Prometheus' base unit, `metric`."""
+    """The value times this is in Prometheus' base unit, `metric`."""
 
 
 class Limit(NamedTuple):
     """
-    An anomaly is a value of at least `least` that is `more` above what is usual and `times` that (`more`
-    None: whatever is usual). Of a `group` only the first is evidence. `text` has the value as `{}`.
+    Limit of an anomaly. A value is anomalous if it is at least `least`, and exceeds the usual value by `more`
+    and by the factor `times` (`more` None: whatever is usual). Of a `group` only the first quantity is
+    evidence. `text` has the value as `{}`.
     """
 
     group: str
@@ -45,9 +47,11 @@ class Limit(NamedTuple):
 
 class Quantity(NamedTuple):
     """
-    The first of `fields` of a sample, as a share of the field `over` where there is one; or the rate of the
-    `counter`s together, times `factor`; or what `read` returns. Pages have a `line` for it in `chart`: all of
-    one chart have one unit, which names its axis.
+    One quantity. Its value is the first of `fields` of a sample, as a share of the field `over` if there is
+    one; or the rate of the sum of the `counter`s, times `factor`; or what `read` returns.
+
+    Pages draw it as `line` in `chart`. All quantities of one chart have the same unit, which is the title of
+    the axis.
     """
 
     name: str
@@ -61,15 +65,18 @@ class Quantity(NamedTuple):
     chart: str = ""
     line: str = ""
     page_only: bool = False
-    """Not in the summary: that has the sum of several, or most samples lack it."""
+    """Whether the summary omits it: it has the sum of several, or most samples lack the value."""
 
     @property
     def single(self) -> bool:
-        """Whether it is one field of the sample, or the rate of one."""
+        """Return whether it is one field of the sample, or the rate of one."""
         return len(self.fields) == 1 and not self.over
 
     def value(self, now: Any, before: Any = None, seconds: float = 0.0) -> float:
-        """Return the value in the sample `now`, `seconds` after the sample `before`; NaN where not known."""
+        """
+        Return the value in the sample `now`, taken `seconds` after the sample `before`. NaN if it is not
+        known.
+        """
         if self.read is not None:
             return self.read(now)
         if not self.counter:
@@ -93,7 +100,7 @@ def _throttled(*reasons: str) -> Callable[[GpuSample], float]:
 
 
 def _clock_lack(gpu: GpuSample) -> float:
-    """Return by which share the clock is below its highest; that of an idle device means nothing."""
+    """Return by which share the clock is below its maximum. The clock of an idle device is not meaningful."""
     idle = "gpu_idle" in (gpu.throttle or ()) or (gpu.util_pct is not None and gpu.util_pct < _IDLE_PCT)
     return NAN if idle or gpu.sm_mhz is None or not gpu.sm_max_mhz else 1 - gpu.sm_mhz / gpu.sm_max_mhz
 
@@ -115,7 +122,7 @@ def _rate(name: str, fields: tuple[str, ...], text: str) -> Quantity:
 
 
 def _drawn(name: str, chart: str, line: str = "") -> Quantity:
-    """Return the rate of a counter of bytes that only the node page has."""
+    """Return the rate of a counter of bytes that only the node page shows."""
     return Quantity(
         f"{name}_bps", _RATE, (f"{name}_bytes",), counter=True, chart=chart, line=line, page_only=True
     )
@@ -195,14 +202,17 @@ NODE_LIMITED, GPU_LIMITED = (tuple(row for row in table if row.limit) for table 
 
 
 def stored(table: Sequence[Quantity]) -> list[Quantity]:
-    """Return what the summary has of a table: no ratio of two that it has."""
+    """
+    Return the quantities of a table that the summary contains. A ratio of two contained quantities is
+    omitted.
+    """
     return [
         quantity for quantity in table if quantity.fields and not quantity.over and not quantity.page_only
     ]
 
 
 def charts(table: Sequence[Quantity]) -> dict[str, list[Quantity]]:
-    """Return what is drawn of a table, by chart."""
+    """Return the quantities of a table that are drawn, by chart."""
     by_chart: dict[str, list[Quantity]] = {}
     for quantity in table:
         if quantity.chart:
@@ -211,7 +221,7 @@ def charts(table: Sequence[Quantity]) -> dict[str, list[Quantity]]:
 
 
 def series(samples: Sequence[Mapping[str, Any]], table: Sequence[Quantity]) -> dict[str, list[Any] | None]:
-    """Return the fields and rates of `table` in stored samples, None where nothing was ever measured."""
+    """Return the fields and rates of `table` in stored samples. None where nothing was ever measured."""
     t_ns, known = [sample["t_ns"] for sample in samples], {}
     for quantity in table:
         if quantity.single:
@@ -222,7 +232,7 @@ def series(samples: Sequence[Mapping[str, Any]], table: Sequence[Quantity]) -> d
 
 
 def per_second(t_ns: Sequence[int], counter: Sequence[float | None]) -> list[float | None]:
-    """Return what a counter grew by in a second since the value before; None where that is not known."""
+    """Return the growth of a counter per second since the value before. None where that is not known."""
     rates: list[float | None] = []
     before: tuple[int, float] | None = None
     for t, value in zip(t_ns, counter, strict=True):

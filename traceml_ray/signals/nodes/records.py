@@ -1,4 +1,4 @@
-"""What is sampled of a node and its devices, and what the numbers of NVIDIA's critical errors (XID) mean."""
+"""Samples of a node and its devices, and the meaning of NVIDIA's critical error numbers (XID)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from traceml_ray.wire.codec import FEW, Count, Int64, Part
 
 
 class GpuProcess(Part, frozen=True):
-    """A process that computes on a device; `parents` are its parent, that one's parent, and so on."""
+    """A process that computes on a device. `parents` are its parent, its parent's parent, and so on."""
 
     pid: Count
     mem_bytes: Count | None
@@ -18,7 +18,7 @@ class GpuProcess(Part, frozen=True):
 
 
 class GpuSample(Part, frozen=True):
-    """One device as NVML sees it. Byte counters and `processes` are not asked for in every sample."""
+    """One device as NVML reports it. Byte counters and `processes` are not in every sample."""
 
     index: Count
     name: str | None
@@ -33,18 +33,18 @@ class GpuSample(Part, frozen=True):
     throttle: Annotated[list[str], FEW] | None = None
     """Why its clocks are not higher: `sw_power_cap`, `hw_thermal_slowdown`, `gpu_idle`, …"""
     ecc_uncorrected: Count | None = None
-    """Since the driver was loaded."""
+    """Number of errors since the driver was loaded."""
     pcie_rx_bytes: Count | None = None
     pcie_tx_bytes: Count | None = None
     nvlink_rx_bytes: Count | None = None
     nvlink_tx_bytes: Count | None = None
     processes: Annotated[list[GpuProcess], FEW] | None = None
     xid: Annotated[list[Count], FEW] | None = None
-    """Numbers of the critical errors since the sample before; None: not known."""
+    """Numbers of the critical errors since the last sample. None: not known."""
 
 
 class NodeSample(Part, frozen=True):
-    """A sample of a node. Bytes of disk, network and swap, and `cpu_throttled_ns`, are counters."""
+    """A sample of a node. The bytes of disk, network and swap, and `cpu_throttled_ns`, are counters."""
 
     t_ns: Int64
     cpu_pct: float | None
@@ -65,7 +65,7 @@ class NodeSample(Part, frozen=True):
     psi_io: float | None = None
     """Share (0..1) of the time since the last sample in which some task waited for the disk."""
     cpu_throttled_ns: Count | None = None
-    """CPU time that the container's quota held back."""
+    """CPU time that the container's quota has withheld, in ns."""
 
 
 NODE = Kind(

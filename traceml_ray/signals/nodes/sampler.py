@@ -24,13 +24,16 @@ _WITHOUT = {
     "NVMLError_NoPermission": "no permission",
     "NVMLError_FunctionNotFound": "unknown to this driver",
 }
-"""Exceptions that are an answer; NVML's are made at run time, so they go by name."""
+"""
+Exceptions that mean "not available". NVML makes its exceptions at run time, so they are
+identified by name.
+"""
 MIG = "values of MIG slices: NVML has power, clocks and temperature of the whole device only"
 _UNSEEN = "its processes are those of another pid namespace (a container without the host's pids)"
 _BUSY_PCT = 50
-"""A device that works as much has a process."""
+"""A device with at least this utilization must have a process, in %."""
 
-# nvmlClocksEventReasons*, once nvmlClocksThrottleReasons*: the numbers are the same in all versions.
+# nvmlClocksEventReasons*, formerly nvmlClocksThrottleReasons*: the numbers are the same in all versions.
 _THROTTLE = {
     0x1: "gpu_idle",
     0x2: "applications_clocks_setting",
@@ -46,7 +49,7 @@ _THROTTLE = {
 }
 _TEMPERATURE_GPU = 0
 _CLOCK_SM = 1
-# NVML_FI_DEV_*: (field, scope), what one unit of it is; links are summed over by the scope of all ones.
+# NVML_FI_DEV_*: (field, scope), size of one unit; the scope of all ones sums over the links.
 _ALL_LINKS = 0xFFFFFFFF
 _FIELDS = {
     "ecc_uncorrected": ((4, 0), 1),
@@ -56,22 +59,25 @@ _FIELDS = {
     "nvlink_tx_bytes": ((138, _ALL_LINKS), 1024),
 }
 _VALUES = "dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal"
-"""The field of the union by NVML_VALUE_TYPE_*: the others have bytes that nothing was written to."""
+"""Field of the union for each NVML_VALUE_TYPE_*. The other fields contain bytes that were never written."""
 
 
 class NotMeasuredError(Exception):
-    """There is no answer, for the reason that is its text."""
+    """The value is not measured. The message is the reason."""
 
 
 def lack(error: Exception, nvml: Any) -> str | None:
-    """Return what NVML's answer means where `error` is one: it cannot be had here, and that is no failure."""
+    """
+    Return the reason if `error` means that NVML cannot provide a value here, which is no failure. Otherwise
+    None.
+    """
     if isinstance(error, AttributeError) and error.obj is nvml:
         return "unknown to this version of nvidia-ml-py"
     return str(error) if isinstance(error, NotMeasuredError) else _WITHOUT.get(type(error).__name__)
 
 
 def counters(nvml: Any, handle: Any) -> dict[str, int | None]:
-    """Return the counters of `_FIELDS`: no call that measures over an interval of its own."""
+    """Return the counters of `_FIELDS`. No call measures over an interval of its own."""
     values = nvml.nvmlDeviceGetFieldValues(handle, [field for field, _ in _FIELDS.values()])
     return {
         name: int(getattr(value.value, _VALUES[value.valueType])) * unit if value.nvmlReturn == 0 else None
@@ -81,10 +87,11 @@ def counters(nvml: Any, handle: Any) -> dict[str, int | None]:
 
 def processes(nvml: Any, handle: Any, util_pct: float | None, seen: Callable[[int], bool]) -> list[Any]:
     """
-    Return the processes that compute on a device; `seen` tells whether a pid is that of a process here.
+    Return the processes that compute on a device. `seen` returns whether a pid belongs to a process here.
 
     Raises:
-        NotMeasuredError: pids that mean something elsewhere, or none although the device works.
+        NotMeasuredError: the pids belong to another pid namespace, or there are none although the device
+            works.
     """
     processes_here: list[Any] = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     if (
@@ -133,7 +140,7 @@ QUESTIONS: _Questions = {
     "clock": lambda nvml, handle: {"sm_mhz": float(nvml.nvmlDeviceGetClockInfo(handle, _CLOCK_SM))},
     "throttle": _throttle,
 }
-"""Questions to NVML in every sample, by their name in errors: fields of a `GpuSample`."""
+"""Questions to NVML in every sample, by their name in errors. The names are fields of a `GpuSample`."""
 LIMITS: _Questions = {
     "power limit": lambda nvml, handle: {"power_limit_w": nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3},
     "clock limit": lambda nvml, handle: {
@@ -144,9 +151,12 @@ LIMITS: _Questions = {
 
 _T = TypeVar("_T")
 _NO_GPUS = {"NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded"}
-"""A machine without NVIDIA GPUs is no error; NVML's exceptions are made at run time, so they go by name."""
+"""
+A machine without NVIDIA GPUs is no error. NVML makes its exceptions at run time, so they are identified by
+name.
+"""
 _SLOW = 5
-"""Calls that may take a driver's time are made once in so many samples."""
+"""Calls that may be slow in the driver are made once in this many samples."""
 _RETRY = 60
 """Number of samples after which a failed question is asked again."""
 _NOT_THERE = {errno.ENOENT, errno.EOPNOTSUPP}
@@ -157,19 +167,21 @@ _XID = 8
 """nvmlEventTypeXidCriticalError"""
 _ASKED_LATER = "util_pct", "mem_used_bytes", "mem_total_bytes"
 _MAX_XIDS = 64
-"""Read in one sample; what is left waits in the driver."""
+"""Largest number of errors read in one sample. The rest waits in the driver."""
 
 
 class NodeSampler:
     """
-    Samples this node. What cannot be had is None; what failed is counted in `errors`, each name once, and
-    is asked for again a minute later. A file or feature that a kernel does not have is no error. What NVML
-    has not is in `errors`, too, as NOT_MEASURED, with the number of devices.
+    Samples this node.
+
+    A value that cannot be read is None. A failure is counted in `errors`, each name once, and retried a
+    minute later. A file or feature that the kernel does not have is no error. Values that NVML does not
+    support are in `errors`, too, as NOT_MEASURED, with the number of devices.
 
     Args:
-        nvml: the NVML binding; None imports `pynvml`. It is tried once: a machine without a driver
-            costs nothing from then on.
-        root: where `proc` and `sys` are.
+        nvml: the NVML binding. None: `pynvml` is imported. It is tried once, so a machine without a driver
+            costs nothing afterwards.
+        root: the folder that contains `proc` and `sys`.
     """
 
     def __init__(self, nvml: Any = None, root: Path = Path("/")) -> None:
@@ -179,18 +191,18 @@ class NodeSampler:
         self._interfaces = root / "sys/class/net"
         self._samples = 0
         self._failed: dict[tuple[str, int], int] = {}
-        """In which sample something failed last, by what and device."""
+        """(name, device) → sample number of its last failure."""
         self._without: dict[str, set[int]] = {}
-        """Devices by what is not measured of them."""
+        """Name of a value → devices that do not support it."""
         self._limits: dict[int, dict[str, float]] = {}
-        """Answers to `LIMITS` by device: as they were found last."""
+        """Device → last answers to `LIMITS`."""
         self._processes: dict[int, GpuProcess] = {}
         self._known: dict[int, GpuProcess] = {}
-        """Processes on any device, by pid, as of the last two samples."""
+        """Processes on any device in the last two samples, by pid."""
         self._listening: dict[int, Any] = {}
         """NVML's event set of each device, for its critical errors."""
         self._waited: dict[str, tuple[int, int]] = {}
-        """Time of the last reading of each resource, and how long (µs) tasks had waited for it by then."""
+        """Resource → (time of the last reading, µs that tasks had waited for it by then)."""
         self._nvml = nvml
         try:
             self._nvml = nvml or importlib.import_module("pynvml")
@@ -204,7 +216,10 @@ class NodeSampler:
         self._have_cpu = False
 
     def sample(self, t_ns: int) -> NodeSample:
-        """Return one sample stamped `t_ns` (ns since the epoch). Shares are since the sample before."""
+        """
+        Return one sample with the timestamp `t_ns` (ns since the epoch). Shares are since the
+        sample before.
+        """
         if self._samples % _SLOW == 0:
             self._known, self._processes = self._processes, {}
         cpu = self._try("cpu", lambda: psutil.cpu_percent(None))
@@ -213,7 +228,7 @@ class NodeSampler:
         received, sent = self._try("net", self._traffic) or (None, None)
         sample = NodeSample(
             t_ns=t_ns,
-            cpu_pct=cpu if self._have_cpu else None,  # the first value has no interval behind it
+            cpu_pct=cpu if self._have_cpu else None,  # there is no interval before the first value
             cpu_count=os.cpu_count(),
             load1=self._try("load", lambda: os.getloadavg()[0]),
             mem_used_bytes=memory.total - memory.available if memory else None,
@@ -234,14 +249,16 @@ class NodeSampler:
         return sample
 
     def close(self) -> None:
-        """Listen to the devices no more."""
+        """Stop listening to the devices."""
         for index in [*self._listening]:
             self._release(index)
 
     def _traffic(self) -> tuple[int, int] | None:
         """
-        Return the bytes received and sent by hardware, without loopback and without bridges and tunnels,
-        whose bytes a device counts again. A container sees no hardware: then all but loopback.
+        Return the bytes received and sent by hardware interfaces.
+
+        Loopback is excluded, and so are bridges and tunnels, whose bytes a hardware interface counts again. A
+        container sees no hardware: then all interfaces but loopback count.
         """
         counters = psutil.net_io_counters(pernic=True)
         counters.pop("lo", None)
@@ -258,7 +275,7 @@ class NodeSampler:
         return int(text.partition(b"\npswpin ")[2].split(maxsplit=1)[0]) * _PAGE
 
     def _waiting(self, resource: str, t_ns: int) -> float | None:
-        """Return in which share of the time since the sample before some task waited for `resource`."""
+        """Return the share of the time since the sample before in which some task waited for `resource`."""
         some = (self._proc / "pressure" / resource).read_bytes().split(b"\n", 1)[0]
         total_us = int(some.rpartition(b"total=")[2])
         before = self._waited.get(resource)
@@ -268,7 +285,7 @@ class NodeSampler:
         return min(max((total_us - before[1]) * 1000 / (t_ns - before[0]), 0.0), 1.0)
 
     def _device(self, index: int) -> tuple[int, str | None, Any] | None:
-        """Return a device; None for one that this container may not use, or that is lost."""
+        """Return a device. None if this container may not use it, or it is lost."""
         nvml = self._nvml
         handle = self._try("nvml device", lambda: nvml.nvmlDeviceGetHandleByIndex(index), index)
         if handle is None:
@@ -300,7 +317,7 @@ class NodeSampler:
         return GpuSample(index=index, name=name, **known, xid=ask("xid", partial(self._xids, index)))
 
     def _xids(self, index: int, nvml: Any, handle: Any) -> list[int]:
-        """Return the critical errors of a device since the call before, or since the first one."""
+        """Return the critical errors of a device since the call before. The first call starts listening."""
         xids = list[int]()
         try:
             if index not in self._listening:
@@ -310,9 +327,9 @@ class NodeSampler:
                 xids.append(int(nvml.nvmlEventSetWait_v2(self._listening[index], 0).eventData))
         except Exception as error:
             if type(error).__name__ == "NVMLError_Timeout":
-                return xids  # nothing more waits
+                return xids  # no more events are waiting
             self._release(index)
-            if not xids:  # a device that is lost has given the reason just before
+            if not xids:  # the reason for a lost device has just been returned
                 raise
         return xids
 
@@ -322,7 +339,7 @@ class NodeSampler:
             self._try("nvml events", lambda: self._nvml.nvmlEventSetFree(events))
 
     def _on_device(self, util_pct: float | None, nvml: Any, handle: Any) -> list[GpuProcess]:
-        """Return the processes that compute on a device; the family of each is looked up once."""
+        """Return the processes that compute on a device. The parents of each process are looked up once."""
         listed = []
         seen = lambda pid: (self._proc / str(pid)).exists()  # noqa: E731
         for process in processes(nvml, handle, util_pct, seen)[:_MAX_PROCESSES]:
@@ -333,7 +350,7 @@ class NodeSampler:
         return listed
 
     def _family(self, pid: int) -> tuple[str | None, list[int]]:
-        """Return a process's name and its parents' pids, as far as they can be seen from here."""
+        """Return a process's name and its parents' pids, as far as they are visible."""
         name: str | None = None
         parents: list[int] = []
         while pid > 1 and len(parents) < _MAX_PARENTS:
@@ -362,14 +379,17 @@ class NodeSampler:
             return None
 
     def _lacks(self, what: str, device: int) -> None:
-        """Note what is not measured of a device."""
+        """Record that a device does not provide a value."""
         devices = self._without.setdefault(NOT_MEASURED + what, set())
         devices.add(device)
         self.errors[NOT_MEASURED + what] = len(devices)
 
 
 def _quota_files(root: Path) -> list[Path]:
-    """Return where the kernel counts what CPU quotas held back: of this process's cgroup and those above."""
+    """
+    Return the files in which the kernel counts time withheld by CPU quotas: of this process's cgroup and its
+    ancestors.
+    """
     files_here = []
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -398,7 +418,7 @@ def _held_back_ns(files: list[Path]) -> int | None:
 
 
 def xid_events(sample: NodeSample) -> list[Event]:
-    """Return the critical errors in a sample as events, each number of a device once."""
+    """Return the critical errors in a sample as events. Each number of a device is reported once."""
     return [
         Event(
             "xid",
@@ -413,8 +433,9 @@ def xid_events(sample: NodeSample) -> list[Event]:
 
 class SamplerThread:
     """
-    Samples once a second in a thread of its own: a hanging driver must not hold up the relay. A sample
-    with critical errors is not followed by another before it has been taken.
+    Samples once a second in its own thread, because a hanging driver must not block the relay.
+
+    A sample with critical errors is not replaced by another before it has been read.
     """
 
     def __init__(self, sampler: NodeSampler, interval: float = 1.0) -> None:
@@ -427,13 +448,13 @@ class SamplerThread:
         threading.Thread(target=self._run, name="traceml-node-sampler", daemon=True).start()
 
     def latest(self) -> NodeSample | None:
-        """Return the newest sample, once."""
+        """Return the newest sample once; afterwards None until there is a newer one."""
         with self._lock:
             sample, self._latest = self._latest, None
         return sample
 
     def close(self) -> None:
-        """End; what the driver holds for us is given back once it has answered."""
+        """End the thread. Resources of the driver are released once it has answered."""
         self._ended.set()
 
     def _run(self) -> None:

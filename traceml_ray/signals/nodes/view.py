@@ -1,4 +1,4 @@
-"""How busy and how full nodes and their devices were, from all samples of a session."""
+"""Utilization of nodes and their devices, from all samples of a session."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from traceml_ray.store.summary_shape import System
 
 
 class GetSystem(OfRun[System], frozen=True):
-    """Median and peak of each quantity of each node and its devices, over the whole session."""
+    """Median and peak of each quantity of each node and its devices over the whole session."""
 
 
 class NodesView(View[System]):
     """
-    See `View`. A report has these beside the ranks of each node (`reports.contents.nodes_table`), pages and
-    `/metrics` have the newest samples (`query.GetNodeSamples`), and a verdict their anomalies.
+    See `View`. A report shows them with the ranks of each node (`reports.contents.nodes_table`). Pages and
+    `/metrics` show the newest samples (`query.GetNodeSamples`), and a verdict shows the anomalies.
     """
 
     name = "system"
