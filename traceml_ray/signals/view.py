@@ -1,4 +1,4 @@
-"""What is made of the records of a signal, and what is shown of that."""
+"""The interface of a signal's view: how its records are answered and shown."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
 
 SLOW_RANKS = 256
-"""In a job of so many ranks, or more, what takes time for each of them is asked for less often, or not."""
+"""From this number of ranks on, views whose cost grows with the ranks are asked less often, or not at all."""
 A = TypeVar("A")
 
 
 class State(Protocol):
-    """Records of all processes of a session, in bounded memory."""
+    """State built from the records of all processes of a session, in bounded memory."""
 
     def add(self, process: int, record: Any) -> None:
-        """Add the next record of a rank process (its number), in order of arrival."""
+        """Add the next record of a rank process (its number). Records are in order of arrival."""
 
 
 _S = TypeVar("_S", bound=State)
 States = Sequence[tuple[Kind[Any], Callable[[], State]]]
-"""Kinds of records, with what makes the state of each."""
+"""Kinds of records, each with the factory of its state."""
 
 
 class Records:
-    """What has been read of a session file that grows, each record once. May be used by several threads."""
+    """Records read so far from a growing session file, each once. Several threads may use it."""
 
     def __init__(self) -> None:
         self._states: dict[str, State] = {}
         self._cursors: dict[str, int] = {}
         self._reading = Lock()
         self.lock = Lock()
-        """Held while a state changes, or is used; never while the file is read."""
+        """Held while a state is changed or used; never while the file is read."""
 
     def read(self, file: SessionFile, states: States) -> Records:
-        """Read on in the file. Raises `SessionFileError`."""
+        """Read the new records of the file. Raises `SessionFileError`."""
         with self._reading:
             for kind, made in states:
                 records = [*file.records(kind, self._cursors.get(kind.name, 0))]
@@ -56,7 +56,7 @@ class Records:
         return self
 
     def of(self, kind: Kind[Any], state: type[_S]) -> _S:
-        """Return the state of a kind, as it was read last."""
+        """Return the state of a kind, as of the last reading."""
         known = self._states[kind.name]
         assert isinstance(known, state)
         return known
@@ -64,27 +64,27 @@ class Records:
 
 @dataclass(frozen=True)
 class Run:
-    """A run as signals see it, live and stored."""
+    """A run as signals see it, live or stored."""
 
     file: SessionFile
-    """Reads this run. A view that is `of_steps` does not read it: the history is held meanwhile."""
+    """Reads this run. A view with `of_steps` must not read it, because the history is locked meanwhile."""
     records: Records
     history: StepHistory | None
-    """Its steps; None without any, or for a view that needs none."""
+    """The steps of the run. None if there are none, or the view needs none."""
     ranks: Mapping[int, RankProcess]
     world: int
-    """How many ranks the job has."""
+    """Number of ranks of the job."""
     over: bool
-    """Nothing is to come."""
+    """Whether the run is over."""
     whole: bool
-    """What is asked without saying so is of all steps, not of the newest."""
+    """Whether questions without a range cover all steps instead of the newest."""
     failed: Mapping[int, RankProcess] = field(default_factory=dict)
-    """Ranks that a failure names first, with the process that failed; a report alone knows them."""
+    """Ranks that a failure names first, with the process that failed. Only a report knows them."""
     live: Any = None
-    """What the live judge of the signal has found as of now; None: what is found is that of the records."""
+    """Current result of the signal's live judge. None: the result comes from the records."""
 
     def missing(self, names: Iterable[str]) -> dict[str, str]:
-        """Return why processes know less than they could, by name, the first reason of each."""
+        """Return why processes know less than they could: the first reason for each name."""
         reasons: dict[str, str] = {}
         for process in self.ranks.values():
             reasons = {name: why for name, why in process.missing.items() if name in names} | reasons
@@ -92,26 +92,29 @@ class Run:
 
 
 class View(Generic[A]):
-    """One signal where it is answered and shown. An answer `A` is what Python callers and faces get."""
+    """Answers and shows one signal. Python callers and faces get an answer `A`."""
 
     name: str
-    """Of its block in `summary.json`."""
+    """Name of its block in `summary.json`."""
     question: type[OfRun[A]]
-    """Asks for the answer on a run; all other fields have defaults, which are those of a report."""
+    """Question for a run. All other fields have defaults, which a report uses."""
     states: States = ()
     """Records that are read into memory before the view answers."""
     of_steps = False
     """Whether it needs the step history."""
     finds: Mapping[str, Any] | None = None
-    """Fields of its question where only what was found is wanted; None: it finds nothing."""
+    """Fields of its question if only findings are requested. None: it has no findings."""
     rounded = True
-    """Whether `summary.json` has four decimals of its numbers, at most; their unit is known then."""
+    """Whether `summary.json` rounds its numbers to at most four decimals. Their unit must be known."""
     polled = False
-    """Whether web app and terminal ask once a tick, for its numbers and gauges."""
+    """Whether web app and terminal request it once per tick, for its numbers and gauges."""
     overview = False
-    """Whether the overview of `top` asks for it, in jobs in which what was found is asked for."""
+    """Whether the overview of `top` requests it, in jobs for which findings are requested."""
     page = "signals"
-    """Name of the page of the web app, and of the pane of `top`, that has it: that of all signals, or its."""
+    """
+    Name of the page of the web app, and of the pane of `top`, that shows it: the page of all signals, or its
+    own.
+    """
 
     def answer(self, run: Run, asked: Any) -> A:
         """Return the answer to a question. Raises `SessionFileError`."""
@@ -119,49 +122,53 @@ class View(Generic[A]):
 
     def findings(self, answer: A, steps: Sequence[Finding], verdict: OnSteps | None) -> Sequence[Finding]:
         """
-        Return what was found, and which of the findings on `steps` it may explain. Pure.
+        Return its findings, and which of the findings on `steps` each may explain. Pure.
 
         Args:
-            answer: to the question, or made of a block.
-            steps: what the verdict names, the first finding first.
-            verdict: on the steps; None before any.
+            answer: answer to the question, or made of a block.
+            steps: findings that the verdict names, the first one first.
+            verdict: verdict on the steps. None before there is one.
         """
         return ()
 
     def every_s(self, ranks: Mapping[int, RankProcess], world: int) -> float | None:
         """
-        Return how many seconds a face waits, at least, before it asks again what was found in a run that goes
-        on; None: it does not ask, since there is nothing, or the job is so large that answers take long.
+        Return the shortest time in s between two requests of a face for the findings of a running job. None:
+        do not request them, because there are none, or the job is so large that answers take long.
         """
         return None
 
     def cause(self, death: Verdict, answer: A) -> str:
-        """Return in a sentence what the signal knows of why a rank died; "" where that is nothing. Pure."""
+        """
+        Return a sentence with what the signal knows about why a rank died. "" if it knows
+        nothing. Pure.
+        """
         return ""
 
     def block(self, answer: A) -> Any:
-        """Return what `summary.json` has of an answer: a struct, or a list of structs. Pure."""
+        """Return the part of an answer that is in `summary.json`: a struct, or a list of structs. Pure."""
         raise NotImplementedError
 
     def of_block(self, block: Any) -> A:
         """
-        Return the answer that a block is of, without what is drawn. The block of a signal that is no field of
-        `summary_shape.Summary` is of plain values. Pure.
+        Return the answer that a block was made of, without what is drawn. Pure.
+
+        The block of a signal that is no field of `summary_shape.Summary` consists of plain values.
         """
         raise NotImplementedError
 
     def sections(self, answer: A) -> Sequence[Section]:
-        """Return what is shown of an answer, also of one that is made of a block."""
+        """Return what is shown of an answer, including an answer made of a block."""
         return ()
 
     def details(self, answer: A) -> Sequence[Section]:
         """
-        Return what a face shows that has room for all of a whole answer, without what was found; where
-        nothing is known, a sentence says so. A report has the `sections`.
+        Return what a face with enough room shows of a whole answer, without findings. If nothing is known, a
+        sentence says so. A report has the `sections`.
         """
         return self.sections(answer)
 
     def brief(self, answer: A) -> Facts:
-        """Return what a face shows that has a line or two for the signal."""
+        """Return what a face with a line or two shows for the signal."""
         facts = (block for one in self.sections(answer) for block in one.blocks if isinstance(block, Facts))
         return Facts(*(pair for block in facts for pair in block.pairs))

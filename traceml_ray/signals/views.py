@@ -1,4 +1,4 @@
-"""All signals where they are answered and shown, by name, in the order in which faces have them."""
+"""All views of signals, by name, in the order in which faces show them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,14 @@ VIEWS: dict[str, View[Any]] = {view.name: view for view in _ALL}
 OF_QUESTION: dict[type[Any], View[Any]] = {view.question: view for view in VIEWS.values()}
 POLLED: tuple[View[Any], ...] = tuple(view for view in VIEWS.values() if view.polled)
 PAGES = tuple(dict.fromkeys(view.page for view in VIEWS.values() if view.polled or view.finds is not None))
-"""Names of the pages that show signals: each is a pane of `top`."""
+"""Names of the pages that show signals. Each is a pane of `top`."""
 
 
 def page_of(signal: str) -> str | None:
-    """Return the page of the web app that shows a signal; None: it is on those of steps and nodes."""
+    """
+    Return the page of the web app that shows a signal. None: it is shown on the pages of steps
+    and nodes.
+    """
     return VIEWS[signal].page if signal in VIEWS else None
 
 
@@ -46,19 +49,22 @@ def signal_numbers(answers: Mapping[str, Any]) -> list[Number]:
 
 
 def sections_of(answers: Mapping[str, Any]) -> Iterator[Section]:
-    """Yield what signals show, from their answers by name."""
+    """Yield the sections of signals, from their answers by name."""
     for name, answer in answers.items():
         yield from VIEWS[name].sections(answer)
 
 
 def answers_in(summary: Summary) -> dict[str, Any]:
-    """Return the answers of signals that a summary has blocks of, without what is drawn, by name."""
+    """Return the answers of signals by name, from the blocks of a summary, without what is drawn."""
     blocks = {**summary.more, **msgspec.structs.asdict(summary)}
     return {name: view.of_block(blocks[name]) for name, view in VIEWS.items() if name in blocks}
 
 
 def with_causes(death: Verdict, answers: Mapping[str, Any]) -> Verdict:
-    """Return the verdict on a death with what signals know of its cause; itself where that is nothing."""
+    """
+    Return the verdict on a death, extended by what signals know about its cause. Unchanged if they know
+    nothing.
+    """
     causes = [VIEWS[name].cause(death, answer) for name, answer in answers.items()]
     why = " ".join(filter(None, [death.why, *causes]))
     return msgspec.structs.replace(death, why=why) if any(causes) else death
@@ -68,12 +74,12 @@ def findings_of(
     verdict: OnSteps | None, episodes: Sequence[TimedEpisode] | None, answers: Mapping[str, Any]
 ) -> list[Finding]:
     """
-    Return all findings of a run, in order, with what may explain which.
+    Return all findings of a run, in order, with the relations between them.
 
     Args:
-        verdict: on its steps; None before any.
-        episodes: of the run; None where they are not known.
-        answers: of signals, by name; of those that are not there nothing is found.
+        verdict: verdict on its steps. None before there is one.
+        episodes: episodes of the run. None if they are not known.
+        answers: answers of signals, by name. A signal without an answer has no findings.
     """
     steps = of_verdict(verdict, episodes or ()) if verdict else []
     others = [*of_machine(verdict.machine or (), steps)] if verdict else []
@@ -84,5 +90,5 @@ def findings_of(
 
 
 def questions_on_findings(run: str | None) -> dict[str, OfRun[Any]]:
-    """Return what is asked on a run, by signal, to know all that signals have found in it."""
+    """Return the questions, by signal, whose answers contain all findings of signals in a run."""
     return {name: view.question(run, **view.finds) for name, view in VIEWS.items() if view.finds is not None}

@@ -1,6 +1,6 @@
 """
-The last lines of a rank process: made of what it writes piece by piece, as a person would read them; what
-its agent and its relay have read is joined.
+The last lines of a rank process: built from pieces as they are written, as a person would read them. Lines
+read by its agent and by its relay are joined.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from traceml_ray.signals.output.records import Output
 from traceml_ray.text import Masker, masked
 
 LINE_CHARS = 400
-"""Largest number of characters kept of a line: the first ones."""
+"""Largest number of characters kept of a line. The first characters are kept."""
 MOST_BYTES = 6000
-"""Largest size of the lines of one stream in one batch, in bytes: the newest that fit."""
+"""Largest size of the lines of one stream in one batch, in bytes. The newest lines that fit are kept."""
 _RAW_CHARS = 2000
 """Largest number of characters of a line that are examined."""
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
-"""How a terminal is told of colours, titles, and where to write."""
+"""Escape sequences that tell a terminal about colours, titles, and the cursor position."""
 
 
 class LastLines:
     """
-    The newest lines of one stream since they were taken before, `most` of them; for one thread.
+    The newest lines of one stream since the last `drain`, at most `most`. For use by one thread.
 
-    Blank lines are left out, and what a carriage return overwrites: of a progress bar its last state stays.
+    Blank lines are left out, and so is text that a carriage return overwrites: only the last state of a
+    progress bar is kept.
     """
 
     def __init__(self, stream: int, most: int, *, by_relay: bool = False) -> None:
@@ -37,11 +38,11 @@ class LastLines:
         self._inside = False
         self._skipped = 0
         self._shown = ""
-        """What was unfinished when it was taken before."""
+        """The unfinished line at the last `drain`."""
         self._masker = Masker()
 
     def feed(self, text: str) -> None:
-        """Take what was written next."""
+        """Add text that was written."""
         if self._inside:
             _, newline, text = text.partition("\n")
             self._inside = not newline
@@ -54,23 +55,23 @@ class LastLines:
         self._open = kept[:_RAW_CHARS] + "\r" * last.endswith("\r")
 
     def lose(self) -> None:
-        """Take that something is missing here: the line that it was a part of is left out."""
+        """Record that text is missing here. The line that it belongs to is left out."""
         self._open, self._inside = "", True
 
     def skip(self, lines: int) -> None:
-        """Count lines that were left out before they came here."""
+        """Count lines that were dropped before they arrived here."""
         self._skipped += lines
 
     @property
     def waiting(self) -> bool:
-        """Whether something has not been taken yet."""
+        """Return whether there is something to drain."""
         return bool(self._ended) or self._unfinished() != self._shown
 
     def _unfinished(self) -> str:
         return _shown(self._masker.unfinished(self._open))
 
     def drain(self, t_ns: int) -> Output | None:
-        """Return what is new, read at `t_ns`; None where nothing is."""
+        """Return what is new, read at `t_ns`. None if nothing is new."""
         lines, size = list[str](), 0
         for index, line in enumerate(reversed(self._ended)):
             text = _shown(line)
@@ -90,7 +91,7 @@ class LastLines:
 
 
 def _shown(line: str) -> str:
-    """Return a line as a terminal shows it, without what it cannot, and without secrets."""
+    """Return a line as a terminal shows it, without unprintable characters and without secrets."""
     text = line.rstrip("\r").rpartition("\r")[2][:_RAW_CHARS]
     text = _ESCAPES.sub("", text).expandtabs(4).rstrip()
     if not text.isprintable():
@@ -108,13 +109,16 @@ class OutputLine(msgspec.Struct, frozen=True):
     stream: str
     """stdout or stderr."""
     t_ns: int
-    """When the line was read, half a second after it was printed at most: ns on the aggregator's clock."""
+    """
+    Time at which the line was read, at most half a second after it was printed (ns,
+    aggregator's clock).
+    """
     text: str
-    """The line without control sequences of terminals; what looks like a secret is `***`."""
+    """Text of the line without control sequences of terminals. Apparent secrets are replaced by `***`."""
     unfinished: bool
     """Whether the line has no end yet, like a progress bar or a prompt."""
     skipped: int
-    """Number of lines before it that were dropped because they came at once."""
+    """Number of lines dropped before it, because too many came at once."""
 
 
 class LastOutput(msgspec.Struct, frozen=True):
@@ -129,8 +133,8 @@ class LastOutput(msgspec.Struct, frozen=True):
 
 def last_lines(outputs: Iterable[Output], most: int) -> list[OutputLine]:
     """
-    Return the last lines of a rank process, `most` of each of its streams, in order of time; `outputs` are
-    in order of arrival.
+    Return the last lines of a rank process, `most` of each stream, in order of time. `outputs` are in order
+    of arrival.
     """
     streams: dict[tuple[int, bool], list[OutputLine]] = {}
     for output in outputs:
@@ -152,8 +156,10 @@ def last_lines(outputs: Iterable[Output], most: int) -> list[OutputLine]:
 
 def joined(in_file: list[OutputLine], seen: list[OutputLine]) -> list[OutputLine]:
     """
-    Return the lines of one stream, from those that the relay found `in_file` and those that the agent has
-    `seen` in Python. The file has what C wrote as well, but not what was still in the stream's buffer.
+    Return the lines of one stream, joined from the relay's lines (`in_file`) and the agent's lines from
+    Python (`seen`).
+
+    The file also has what C code wrote, but not what was still in the stream's buffer.
     """
     if not in_file or not seen:
         return in_file or seen

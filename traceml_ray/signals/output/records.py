@@ -1,4 +1,4 @@
-"""What a rank prints."""
+"""Records of what a rank prints."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from traceml_ray.wire.codec import FEW, Count, Int64, Part
 
 
 class Output(Part, frozen=True):
-    """The newest lines that a rank process wrote to stdout or stderr, since those before."""
+    """The newest lines that a rank process wrote to stdout or stderr, since the record before."""
 
     stream: Literal[1, 2]
-    """As its file descriptor."""
+    """File descriptor: 1 is stdout, 2 is stderr."""
     t_ns: Int64
-    """When they were read, on the clock of the rank's node."""
+    """Time at which they were read (ns, clock of the rank's node)."""
     lines: Annotated[list[str], FEW] = []
     unfinished: str = ""
-    """What stands after the last line break: a progress bar, a question."""
+    """Text after the last line break: a progress bar or a question."""
     skipped: Count = 0
-    """Lines before these that are not kept: so many came at once."""
+    """Number of lines dropped before these, because too many came at once."""
     by_relay: bool = False
-    """Read from the file that the stream goes to; else seen by the agent, in Python."""
+    """
+    Whether the relay read the lines from the file that the stream is written to. Otherwise the agent saw them
+    in Python.
+    """
 
     @property
     def amount(self) -> int:
-        """How many lines there are."""
+        """Number of lines."""
         return len(self.lines) + bool(self.unfinished)
 
 

@@ -1,15 +1,15 @@
 """
-Sees what the training process writes to stdout and stderr in Python, for its last lines.
+Records what the training process writes to stdout and stderr in Python, for its last lines.
 
-The streams stay what they are: the same objects, with the same descriptor, buffer and `isatty`. Only their
-attribute `write` is another, which calls the original with the caller's text and then notes that text. So
-whoever holds the stream (a logging handler, tqdm, print) is seen, from the first line on, whether or not it
-was in a buffer when the process was killed. A pipe in the place of the descriptor would see what C writes as
-well, but it changes `isatty` and buffering, and a pipe that is full blocks: the relay reads that, where a
-stream goes to a file of its own (`monitor.output_files`).
+The streams keep their identity: the same objects, with the same descriptor, buffer and `isatty`. Only their
+attribute `write` is replaced. The replacement calls the original with the caller's text and then records that
+text. So every user of the stream (a logging handler, tqdm, print) is seen, from the first line on, even if
+the text was still in a buffer when the process was killed. A pipe in place of the descriptor would also see
+what C code writes, but it changes `isatty` and buffering, and a full pipe blocks. If a stream is written to a
+file of its own, the relay reads that file instead (`monitor.output_files`).
 
-A write costs 0.3 µs more, a printed line has two (`benchmarks/overhead.py --only output`); no lock, no I/O.
-What was noted is bounded: of too much at once the newest is left.
+A write costs 0.3 µs more; a printed line has two writes (`benchmarks/overhead.py --only output`). There is no
+lock and no I/O. What is recorded is bounded: if too much arrives at once, only the newest is kept.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from traceml_ray.signals.output.last_lines import LINE_CHARS, LastLines
 from traceml_ray.signals.output.records import Output
 
 _PIECES = 512
-"""Of one stream, that are noted between two looks."""
+"""Largest number of pieces of one stream that are kept between two reads."""
 _PIECE_CHARS = 8000
 _STREAMS = {1: "stdout", 2: "stderr"}
 
 
 class OutputTap(Collector):
     """
-    Of one process.
+    The streams of one process.
 
     Args:
-        most: how many lines of each stream are kept; 0: the streams are left alone.
-        errors: counts what goes wrong on the way.
-        missing: gets the stream that cannot be seen, with the reason.
+        most: number of lines of each stream that are kept. 0: the streams are not changed.
+        errors: counts errors of the tap.
+        missing: receives each stream that cannot be recorded, with the reason.
     """
 
     def __init__(self, most: int, errors: Errors, missing: dict[str, str]) -> None:
@@ -48,7 +48,7 @@ class OutputTap(Collector):
 
     @classmethod
     def of_rank(cls, rank: Rank) -> OutputTap:
-        """Return that of a rank."""
+        """Make the tap of a rank."""
         return cls(rank.settings.output_lines, rank.errors, rank.missing)
 
     def collect(self, final: bool) -> list[Output]:
@@ -56,11 +56,11 @@ class OutputTap(Collector):
         return self.drain(time.time_ns())
 
     def install(self) -> None:
-        """See what is written from now on."""
+        """Record what is written from now on."""
         for number, name in _STREAMS.items() if self._most else ():
             stream = getattr(sys, name)
             if stream is None or any(tapped_stream.stream is stream for tapped_stream in self._tapped):
-                continue  # closed, or both are one
+                continue  # closed, or both are the same stream
             try:
                 self._tapped.append(_Tapped(stream, number, self._most, self._errors))
             except Exception as error:
@@ -68,19 +68,19 @@ class OutputTap(Collector):
                 self._missing[f"last lines of {name}"] = error_text(error)[:200]
 
     def drain(self, t_ns: int) -> list[Output]:
-        """Return what is new, read at `t_ns`; one thread may ask."""
+        """Return what is new, read at `t_ns`. Only one thread may call this."""
         outputs = [tapped.drain(t_ns) for tapped in self._tapped]
         return [output for output in outputs if output is not None]
 
     def remove(self) -> None:
-        """Put the streams back as they were."""
+        """Restore the streams."""
         tapped, self._tapped = self._tapped, []
         for tapped_stream in tapped:
             tapped_stream.remove()
 
 
 class _Tapped:
-    """One stream. Raises what hinders its `write` from being another."""
+    """One stream. Raises the error that prevents replacing its `write`."""
 
     def __init__(self, stream: Any, number: int, most: int, errors: Errors) -> None:
         self.stream = stream
@@ -98,7 +98,7 @@ class _Tapped:
         if gaps != self._gaps:
             self._lines.lose()
         self._gaps, self._left_out = gaps, left_out
-        for _ in range(_PIECES):  # who writes faster than this is not waited for
+        for _ in range(_PIECES):  # bounded, so that a faster writer does not keep the agent here
             try:
                 pieces.append(self._pieces.popleft())
             except IndexError:
@@ -107,7 +107,7 @@ class _Tapped:
         return self._lines.drain(t_ns)
 
     def remove(self) -> None:
-        """Put `write` back, unless somebody has put their own around it since."""
+        """Restore `write`, unless other code has replaced it since."""
         if vars(self.stream).get("write") is self._write:
             if self._own is None:
                 del self.stream.write
@@ -116,20 +116,26 @@ class _Tapped:
 
 
 class _Pieces(deque[str]):
-    """What was written to a stream since the last look: of too much the newest, and how much it was."""
+    """
+    The text written to a stream since the last read. If there is too much, only the newest is kept; the rest
+    is counted.
+    """
 
     gaps = 0
-    """How often something was left out; together with it, so many ends of lines:"""
+    """Number of times that text was dropped. The next attribute counts the line ends in it."""
     left_out = 0
 
     def lose_oldest(self) -> None:
-        """Make room for one."""
-        with contextlib.suppress(IndexError):  # all have just been taken
+        """Make room for one piece."""
+        with contextlib.suppress(IndexError):  # all have just been read
             self.left_out += self.popleft().count("\n")
             self.gaps += 1
 
     def end_of(self, text: Any) -> str:
-        """Return the last lines of a long text, or how its only one begins; counts the others."""
+        """
+        Return the last lines of a long text, or the beginning of a single long line. Dropped lines are
+        counted.
+        """
         if not isinstance(text, str):
             return ""
         whole: str = str.__str__(text)
@@ -142,10 +148,10 @@ class _Pieces(deque[str]):
 
 
 def _seen(write: Callable[..., Any], pieces: _Pieces, errors: Errors) -> Callable[[str], Any]:
-    """Return `write`, of which each text is noted in `pieces` once it is written."""
+    """Return a replacement of `write` that records each text in `pieces` after writing it."""
     note = pieces.append
 
-    def seen(*args: Any, **named: Any) -> Any:  # a script's own stream may take its text by name
+    def seen(*args: Any, **named: Any) -> Any:  # a script's own stream may take its text by keyword
         written = write(*args, **named)
         try:
             text = args[0] if args else next(iter(named.values()))

@@ -1,4 +1,4 @@
-"""What ranks printed last, from what their agents and relays have read."""
+"""What ranks printed last, as read by their agents and relays."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire.codec import Count, Int64
 
 REPORTED_LINES = 12
-"""Lines of each stream that stand beside a failure."""
+"""Number of lines of each stream that are shown with a failure."""
 MOST_LINES = 40
-"""Lines of each stream that a page asks for."""
+"""Number of lines of each stream that a page requests."""
 
 
 class GetOutput(OfRun[list[LastOutput]], frozen=True):
     """
-    What a rank printed last, `most` lines of stdout and as many of stderr; without a `rank`, of those that a
-    failure names, which a report alone knows.
+    What a rank printed last: `most` lines of stdout and of stderr each. Without `rank`: of the ranks that a
+    failure names, which only a report knows.
     """
 
     rank: Int64 | None = None
@@ -41,7 +41,10 @@ def output_lines(output: LastOutput) -> Lines:
 
 
 class OutputView(View[list[LastOutput]]):
-    """See `View`. A rank that is asked about has an answer; of those that failed, who printed something."""
+    """
+    See `View`. A requested rank always has an answer. Of the failed ranks, only those that printed something
+    have one.
+    """
 
     name = "output"
     question = GetOutput
@@ -71,8 +74,8 @@ class OutputView(View[list[LastOutput]]):
 
 def outputs_of(file: SessionFile, processes: Mapping[int, RankProcess], most: int) -> list[LastOutput]:
     """
-    Return what the `processes` of some ranks printed last, `most` lines of each stream, without those of
-    which there is nothing. Raises `SessionFileError`.
+    Return what the `processes` of some ranks printed last, `most` lines of each stream. Ranks without output
+    are left out. Raises `SessionFileError`.
     """
     lines = lines_of(file, [process.id for process in processes.values()], most)
     return [
@@ -84,7 +87,7 @@ def outputs_of(file: SessionFile, processes: Mapping[int, RankProcess], most: in
 
 def lines_of(file: SessionFile, processes: Iterable[int], most: int) -> dict[int, list[OutputLine]]:
     """
-    Return the last lines of each of `processes` (ids) that printed any, `most` of each stream. Raises
+    Return the last lines of each of `processes` (ids) that has printed any, `most` of each stream. Raises
     `SessionFileError`.
     """
     stored = file.records_of(OUTPUT, {*processes})
@@ -92,7 +95,7 @@ def lines_of(file: SessionFile, processes: Iterable[int], most: int) -> dict[int
 
 
 def _missing(meta: Mapping[str, Any], process: RankProcess) -> str | None:
-    """Return why there may be none."""
+    """Return why lines may be missing."""
     if str((meta.get("settings") or {}).get("output_lines")) == "0":
         return "turned off: output_lines is 0"
     reasons = [f"{name}: {why}" for name, why in process.missing.items() if name.startswith("last lines")]

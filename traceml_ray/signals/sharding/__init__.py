@@ -1,1 +1,1 @@
-"""How FSDP2 divides a model among ranks, and what that moves."""
+"""How FSDP2 divides a model among ranks, and the traffic that this causes."""

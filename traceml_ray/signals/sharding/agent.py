@@ -1,8 +1,8 @@
 """
-How FSDP2 has divided the model of this process, read by the agent's thread from FSDP2's own state.
+Reads how FSDP2 has divided the model of this process. The agent's thread reads it from FSDP2's own state.
 
-Nothing is gathered, copied or recorded for autograd: sizes are those of the local tensors and of the global
-shapes that DTensors have. The modules are held weakly.
+Nothing is gathered, copied or recorded for autograd. Sizes come from the local tensors and from the global
+shapes of DTensors. The modules are held by weak references.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _READ_S = 60.0
 _SEND_S = 10.0
 """Interval at which the traffic of its steps is sent, in s."""
 _FIRST_STEPS = 3
-"""It is read after each of the first steps: the first makes the optimizer's state."""
+"""The model is read after each of this many first steps: the first step makes the optimizer's state."""
 _MAX_NAMED = 3
-"""Uneven parameters that are named."""
+"""Largest number of uneven parameters that are named."""
 _MAX_NAME_CHARS = 120
 _GATHERS, _REDUCES = ("all_gather",), ("reduce_scatter", "all_reduce")
 
 
 class _Part(NamedTuple):
-    """A parameter: this rank's part of it, and the whole."""
+    """A parameter: this rank's part of it, and the whole parameter."""
 
     name: str
     own_bytes: int
@@ -54,9 +54,9 @@ class Shards(Collector):
     Reads the modules that were given to `fully_shard`.
 
     Args:
-        data_parallel: knows them, and counts what their steps move.
+        data_parallel: knows the modules, and counts the traffic of their steps.
         device: knows the waits on a device.
-        spans: returns those since the last round.
+        spans: returns the spans since the last round.
         clock: monotonic seconds.
     """
 
@@ -71,25 +71,25 @@ class Shards(Collector):
         self._device = device
         self._spans, self._clock = spans, clock
         self._known: Sharding | None = None
-        """As it was read last."""
+        """The result of the last reading."""
         self._groups: tuple[set[str], set[str]] = set(), set()
-        """Torch's names of the process groups in which parameters are gathered, and gradients reduced."""
+        """Torch's names of the process groups that gather parameters, and of those that reduce gradients."""
         self._first_step: int | None = None
-        """In which ranks still connect to each other: it is not counted."""
+        """Number of the first step, in which ranks still connect to each other. It is not counted."""
         self._on_cpu = True
         self._waits = [0, 0]
         self._wait_steps: tuple[int, int] | None = None
         self._read_at = self._sent_at = -_READ_S
         self._read_for = 0, -1
-        """How many modules and steps there were when it was read last."""
+        """(number of modules, number of steps) at the last reading."""
 
     @classmethod
     def of_rank(cls, rank: Rank) -> Shards:
-        """Return that of a rank."""
+        """Make the collector of a rank."""
         return cls(rank.instrumentation.data_parallel, rank.device, lambda: rank.spans)
 
     def collect(self, final: bool) -> list[Sharding]:
-        """Return what is new. May raise what reading does."""
+        """Return what is new. May raise any exception of reading the model."""
         if not (modules := self._of.sharded()):
             return []
         self._note(self._spans())
@@ -97,7 +97,7 @@ class Shards(Collector):
         return [] if due is None else [due]
 
     def _note(self, spans: Iterable[SpanSum]) -> None:
-        """Count the waits in collectives that are FSDP2's; on a device they are none of the host's."""
+        """Count the waits in FSDP2's collectives. On a device the host does not wait in them."""
         for span in spans:
             if self._first_step in (None, span.first_step):
                 self._first_step = span.first_step
@@ -109,14 +109,14 @@ class Shards(Collector):
                     self._wait_steps = min(first, span.first_step), max(last, span.last_step)
 
     def _due(self, modules: list[Any], final: bool) -> Sharding | None:
-        """Return what is to be sent, None while there is nothing new."""
+        """Return what must be sent. None while nothing is new."""
         if final:
             self._of.traffic.finish()
         now = self._clock()
         state = len(modules), min(self._of.traffic.closed.steps, _FIRST_STEPS)
         changed = False
         if state != self._read_for or now - self._read_at >= _READ_S:
-            self._read_at, self._read_for = now, state  # not again at once where it fails
+            self._read_at, self._read_for = now, state  # after a failure it is not read again immediately
             before, self._known = self._known, self._read(modules)
             changed = self._known != before
         if self._known is None or not (changed or final or now - self._sent_at >= _SEND_S):
@@ -147,7 +147,7 @@ class Shards(Collector):
         )
 
     def _waited(self) -> tuple[int | None, int | None, int]:
-        """Return the time (ns) in all-gathers and in reductions, and in how many steps that was."""
+        """Return (ns in all-gathers, ns in reductions, number of steps that were measured)."""
         if not self._on_cpu:
             waited = self._device.waited if self._device else None
             return waited or (None, None, 0)
@@ -157,7 +157,7 @@ class Shards(Collector):
         return self._waits[0], self._waits[1], last - first + 1
 
     def _read(self, modules: list[Any]) -> Sharding | None:
-        """Return the model as it is divided now; None while there is nothing to be divided."""
+        """Return how the model is divided now. None while there is no divided model."""
         groups = [*groups_of(modules)]
         parts = [part for group in groups for part in _parts(group)]
         if not parts:
@@ -192,7 +192,7 @@ class Shards(Collector):
 def _parts(group: Any) -> list[_Part]:
     import torch
 
-    with torch.no_grad():  # `to_local` is recorded for autograd without it
+    with torch.no_grad():  # otherwise autograd records `to_local`
         return [_part(parameter, group) for parameter in group.fsdp_params]
 
 
@@ -232,14 +232,14 @@ def _is_uneven(part: _Part) -> bool:
 
 
 def _differ(part: _Part) -> float:
-    """Return by how many bytes the largest and the smallest part of a parameter differ."""
+    """Return the difference between the largest and the smallest part of a parameter, in bytes."""
     most = -(-part.rows // part.shards)
     least = max(0, part.rows - most * (part.shards - 1))
     return (most - least) * part.full / max(1, part.rows)
 
 
 def _dtypes(parts: Iterable[_Part]) -> dict[str, str]:
-    """Return the dtypes in each of the three uses, with a comma between several."""
+    """Return the data types in each of the three uses. Several are separated by a comma."""
     stored, computed, reduced = (
         sorted(set(dtypes)) for dtypes in zip(*(p.dtypes for p in parts), strict=True)
     )
@@ -255,7 +255,7 @@ def _resharded(group: Any) -> str:
 
 
 def _process_groups(groups: Iterable[Any]) -> tuple[set[str], set[str]]:
-    """Return the names of the process groups in which parameters are gathered, and gradients reduced."""
+    """Return the names of the process groups that gather parameters, and of those that reduce gradients."""
     gathering, reducing = set[str](), set[str]()
     for group in groups:
         infos = group.mesh_info, group.post_forward_mesh_info
@@ -275,7 +275,10 @@ def _of(mesh_info: Any, name: str) -> Any:
 
 
 def _optimizer_bytes(optimizers: Iterable[Any]) -> int | None:
-    """Return what the state of optimizers takes on this rank; None before any has taken a step."""
+    """
+    Return the size of the optimizers' state on this rank, in bytes. None before an optimizer has taken a
+    step.
+    """
     import torch
 
     n_bytes = None

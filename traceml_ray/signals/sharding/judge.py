@@ -1,4 +1,7 @@
-"""How a model is divided among ranks (FSDP2): who holds how much of it, and why some hold more."""
+"""
+Judges how a model is divided among ranks (FSDP2): how much of it each rank holds, and why some
+hold more.
+"""
 
 from __future__ import annotations
 
@@ -13,93 +16,96 @@ from traceml_ray.signals.sharding.records import Sharding, UnevenShard
 
 
 class Uneven(msgspec.Struct, frozen=True):
-    """A parameter that does not divide evenly."""
+    """A parameter that cannot be divided evenly."""
 
     name: str
     rows: int
-    """Size of the dimension along which it is divided,"""
+    """Size of the dimension along which it is divided."""
     shards: int
-    """among so many ranks,"""
+    """Number of ranks among which it is divided."""
     per_rank: dict[int, int]
-    """and how much of that each of the ranks has."""
+    """Rank → size of its part in that dimension."""
 
 
 class Imbalance(msgspec.Struct, frozen=True):
-    """Some ranks hold more of a model, or less, than the median rank does."""
+    """Some ranks hold more, or less, of a model than the median rank."""
 
     ranks: list[int]
-    """Ranks that hold most; if most ranks hold equally much, ranks that hold least."""
+    """Ranks that hold most. If most ranks hold the same amount, the ranks that hold least."""
     bytes: int
-    """What each of them holds,"""
+    """Bytes that each of these ranks holds."""
     median_bytes: float
     ratio: float | None
-    """and by what factor these differ; None where one of them is nothing."""
+    """Factor between both amounts. None if one of them is 0."""
     why: str
     next: str
 
 
 class ModelShards(msgspec.Struct, frozen=True):
-    """A model, or the part of it that a pipeline stage has, and the ranks that it is divided among."""
+    """A model, or the part of it in one pipeline stage, and the ranks among which it is divided."""
 
     ranks: list[int]
     groups: int
-    """Groups of parameters that are gathered together."""
+    """Number of groups of parameters that are gathered together."""
     full_bytes: int
     shards: int
     replicas: int
     mesh_shape: list[int]
     mesh_dims: list[str]
     dtypes: dict[str, str]
-    """`stored`, `computed` (as they are gathered) and `reduced` (gradients)."""
+    """Data types: `stored`, `computed` (as gathered) and `reduced` (gradients)."""
     resharded: dict[str, int]
-    """Groups by what happens after their forward: `yes`, `no`, or to how many ranks."""
+    """
+    Number of groups by what happens after their forward: `yes`, `no`, or the number of ranks to which they
+    are resharded.
+    """
     offloaded: bool
-    """Shards lie in host memory (`CPUOffloadPolicy`)."""
+    """Whether shards are in host memory (`CPUOffloadPolicy`)."""
     uneven: list[Uneven]
-    """Parameters that do not divide evenly, three at most."""
+    """Parameters that cannot be divided evenly, at most three."""
     uneven_count: int
     imbalance: Imbalance | None
 
 
 class ShardsOfRank(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of an FSDP2 model that a rank holds, and the bytes that a step moves on average."""
+    """The part of an FSDP2 model that a rank holds, and the mean traffic of a step in bytes."""
 
     shard_bytes: int
-    """Its parts of the parameters,"""
+    """Size of its parts of the parameters."""
     offloaded_bytes: int
-    """those of them in host memory,"""
+    """Part of `shard_bytes` that is in host memory."""
     gradient_bytes: int
-    """what their gradients take while they exist,"""
+    """Size of the gradients of its parts while they exist."""
     optimizer_bytes: int | None
-    """and its part of the optimizers' state."""
+    """Size of its part of the optimizers' state."""
     position: int
-    """Which of the shards it holds."""
+    """Number of the shard that it holds."""
     after_forward_bytes: int | None
-    """Allocated on its device when a forward of the root was over,"""
+    """Memory allocated on its device at the end of the root's forward."""
     forward_peak_bytes: int | None
-    """and the most until then, since that began; null without a device."""
+    """Largest memory allocated on its device during the root's forward. null without a device."""
     steps: int
-    """That the rest is of."""
+    """Number of steps that the following values are based on."""
     gathered_bytes: float | None
-    """Of the buffers that parameters are gathered into,"""
+    """Size of the buffers that parameters are gathered into."""
     gathers: float | None
-    """in so many all-gathers."""
+    """Number of all-gathers."""
     reduced_bytes: float | None
-    """Of the buffers that gradients are reduced from,"""
+    """Size of the buffers that gradients are reduced from."""
     reductions: float | None
-    """in so many reduce-scatters."""
+    """Number of reduce-scatters."""
     all_reduced_bytes: float | None
-    """Of the shards that replicas reduce among themselves."""
+    """Size of the shards that replicas reduce among themselves."""
     gather_wait_ms: float | None
-    """Time in all-gathers,"""
+    """Time in all-gathers."""
     reduce_wait_ms: float | None
-    """and in reductions of gradients."""
+    """Time in reductions of gradients."""
     unsharded_peak_bytes: int | None
-    """The most that whole parameters took at once,"""
+    """Largest size of unsharded parameters at one time."""
     unsharded_mean_bytes: int | None
-    """on average over the step,"""
+    """Mean size of unsharded parameters over the step."""
     unsharded_share: float | None
-    """and the share of the step in which there were any; by the clock of the host."""
+    """Share of the step in which there were unsharded parameters, on the host's clock."""
 
 
 class ShardingInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,11 +113,11 @@ class ShardingInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     models: list[ModelShards]
     per_rank: dict[int, ShardsOfRank]
-    """By rank."""
+    """Rank → the part that it holds."""
 
 
 def models(ranks: Mapping[int, Sharding], limits: ShardLimits = SHARDS) -> list[ModelShards]:
-    """Return the models that `ranks` hold shards of, the one with the lowest rank first."""
+    """Return the models of which `ranks` hold shards, in the order of their lowest rank."""
     alike: dict[tuple[object, ...], dict[int, Sharding]] = {}
     for rank, shard in sorted(ranks.items()):
         key = shard.full_bytes, shard.groups, shard.shards, shard.replicas, tuple(shard.mesh_shape)
@@ -140,7 +146,7 @@ def _model(ranks: Mapping[int, Sharding], limits: ShardLimits) -> ModelShards:
 
 
 def _uneven(ranks: Mapping[int, Sharding]) -> list[Uneven]:
-    """Return the uneven parameters that the ranks have named, with what each has of them."""
+    """Return the uneven parameters that the ranks have named, with the size of each rank's part."""
     named: dict[str, tuple[UnevenShard, int, dict[int, int]]] = {}
     for rank, shard in ranks.items():
         for part in shard.uneven:
@@ -179,7 +185,7 @@ def _next(ranks: Mapping[int, Sharding], uneven: Sequence[Uneven]) -> str:
 
 
 def _because(uneven: Sequence[Uneven]) -> str:
-    """Return which parameter does not divide evenly, and who has how much of it."""
+    """Return which parameter cannot be divided evenly, and how much of it each rank has."""
     if not uneven:
         return ""
     first = uneven[0]

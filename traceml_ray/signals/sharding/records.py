@@ -1,4 +1,4 @@
-"""What a rank says of how FSDP2 divides its model."""
+"""What a rank reports about how FSDP2 divides its model."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ class UnevenShard(Part, frozen=True):
 
 class Sharding(Part, frozen=True):
     """
-    How FSDP2 has divided a model among ranks, what this one holds of it, and what its steps move.
+    How FSDP2 has divided a model among ranks, the part that this rank holds, and the traffic of its steps.
 
-    What is counted (`steps` and all after it) is of whole steps since the model was divided.
+    Counted values (`steps` and everything after it) cover whole steps since the model was divided.
     """
 
     groups: Count
-    """Groups of parameters that are gathered together: modules given to `fully_shard`."""
+    """Number of groups of parameters that are gathered together: modules given to `fully_shard`."""
     shard_bytes: Count
     """Size of this rank's parts of the parameters, in bytes."""
     full_bytes: Count
     """Size of the undivided parameters by their global shapes, in bytes."""
     offloaded_bytes: Count
-    """Part of `shard_bytes` that lies in host memory because of `CPUOffloadPolicy`, in bytes."""
+    """Part of `shard_bytes` that is in host memory because of `CPUOffloadPolicy`, in bytes."""
     gradient_bytes: Count
     """Size of the gradients of this rank's parts while they exist, in bytes."""
     shards: Count
-    """Number of ranks that a parameter is divided among."""
+    """Number of ranks among which a parameter is divided."""
     position: Count
     """Number of this rank's part, from 0."""
     replicas: Count
@@ -51,7 +51,10 @@ class Sharding(Part, frozen=True):
     are reduced (`reduced`).
     """
     resharded: Annotated[dict[str, Count], FEW]
-    """Groups by what happens after their forward: `yes`, `no`, or to how many ranks they are resharded."""
+    """
+    Number of groups by what happens after their forward: `yes`, `no`, or the number of ranks to which they
+    are resharded.
+    """
     uneven: Annotated[list[UnevenShard], FEW] = []
     """Parameters that cannot be divided evenly, those that differ most between ranks first."""
     uneven_count: Count = 0

@@ -1,6 +1,6 @@
 """
-How FSDP2 divides the model of a run, and what that moves: what is asked, the answer from the records of its
-ranks, and what is shown of it.
+How FSDP2 divides the model of a run, and the resulting traffic: the question, the answer from the records of
+its ranks, and its presentation.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire.codec import Count
 
 MOST_RANKS = 64
-"""Ranks of each model that a page asks for."""
+"""Number of ranks of each model that a page requests."""
 
 
 class GetSharding(OfRun[ShardingInfo | None], frozen=True):
     """
-    How FSDP2 divides the model of the run, with those `most` ranks that hold most (None: all); None: it does
-    not.
+    How FSDP2 divides the model of the run, with the `most` ranks that hold most (None: all). The answer is
+    None if FSDP2 is not used.
     """
 
     most: Count | None = None
 
 
 Row = tuple[int, ShardsOfRank]
-"""A rank, and what it holds."""
+"""(rank, the part that it holds)."""
 _MAX_RANKS = 32
 _NOT_AFTER = {"yes": "resharded after forward", "no": "kept whole after forward"}
 
 
 def about_model(model: ModelShards) -> list[str]:
-    """Return in a few words each: size, mesh, dtypes, what happens after a forward."""
+    """Return short phrases about a model: size, mesh, data types, and what happens after a forward."""
     groups = text.count(model.groups, "group")
     about = [
         f"{text.size(model.full_bytes)} of parameters in {groups}",
@@ -68,7 +68,10 @@ def _dtypes(dtypes: Mapping[str, str]) -> str:
 
 
 def _resharded(groups: Mapping[str, int]) -> str:
-    """Return what happens to parameters after their forward; of some groups only, to how many."""
+    """
+    Return what happens to parameters after their forward. If that differs between groups, with the number of
+    groups.
+    """
     words = {how: _NOT_AFTER.get(how, f"resharded to {how} ranks after forward") for how in groups}
     if len(groups) == 1:
         return words[next(iter(groups))]
@@ -76,7 +79,7 @@ def _resharded(groups: Mapping[str, int]) -> str:
 
 
 def per_step(block: ShardingInfo, model: ModelShards) -> str:
-    """Return what a step of a model moves, of the median rank; "" while that is not known."""
+    """Return the traffic of a step of a model, of the median rank. "" while it is not known."""
     known = block.per_rank
     ranks = [known[rank] for rank in model.ranks if rank in known]
 
@@ -106,7 +109,10 @@ def _times(count: float, noun: str) -> str:
 
 
 def sharding_facts(block: ShardingInfo | None, *, uneven: bool = True) -> Facts:
-    """Return how models are divided, `uneven`: and who holds more than others; nothing without a model."""
+    """
+    Return how models are divided. With `uneven`, also which ranks hold more than others. Empty without a
+    model.
+    """
     if block is None:
         return Facts()
     pairs: list[tuple[str, str]] = []
@@ -126,7 +132,7 @@ def sharding_facts(block: ShardingInfo | None, *, uneven: bool = True) -> Facts:
 
 
 def sharding_table(block: ShardingInfo | None) -> Table:
-    """Return what each rank holds and waits for, of many ranks those that hold most."""
+    """Return what each rank holds and waits for. Of many ranks, those that hold most."""
     rows = [*block.per_rank.items()] if block else []
     title = "Shards (FSDP2; waits: mean per step)"
     if len(rows) > _MAX_RANKS:
@@ -136,12 +142,12 @@ def sharding_table(block: ShardingInfo | None) -> Table:
 
 
 def holding_most(rows: Sequence[Row], most: int) -> list[Row]:
-    """Return `most` of the rows, those of the ranks that hold most, by rank."""
+    """Return the `most` rows of the ranks that hold most, in order of rank."""
     return sorted(sorted(rows, key=lambda row: (-row[1].shard_bytes, row[0]))[:most], key=lambda row: row[0])
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
-    """Return the columns of a table of `rows`, those that say something."""
+    """Return the columns of a table of `rows` that have values."""
     shown: list[tuple[str, str, ColumnUnit]] = [
         ("parameters", "shard_bytes", "size"),
         ("on the host", "offloaded_bytes", "size"),
@@ -165,7 +171,7 @@ def _held(field: str, row: Row) -> Any:
 
 
 _DIVIDING = {"fsdp2", "hsdp"}
-"""Strategies that divide a model."""
+"""Strategies that divide a model among ranks."""
 
 
 class ShardingView(View[ShardingInfo | None]):
@@ -183,12 +189,12 @@ class ShardingView(View[ShardingInfo | None]):
     def findings(
         self, answer: ShardingInfo | None, steps: Sequence[Finding], verdict: OnSteps | None
     ) -> list[Finding]:
-        """Return the models of which some ranks hold more, or less, than the others."""
+        """Return the models of which some ranks hold more, or less, than others."""
         imbalances = [model.imbalance for model in answer.models] if answer else []
         return [_finding(imbalance) for imbalance in imbalances if imbalance]
 
     def every_s(self, ranks: Mapping[int, RankProcess], world: int) -> float | None:
-        """Return 30 s, where a strategy divides a model."""
+        """Return 30 s if a strategy divides a model."""
         strategies = {name for process in ranks.values() for name in (process.strategy or "").split("+")}
         return 30.0 if world < SLOW_RANKS and strategies & _DIVIDING else None
 
@@ -229,7 +235,7 @@ def sharding_of(
     file: SessionFile, ranks: Mapping[int, RankProcess], most: int | None = None
 ) -> ShardingInfo | None:
     """
-    Return how the model of some ranks is divided, with `most` ranks of each model, those that hold most; None
+    Return how the model of some ranks is divided, with the `most` ranks of each model that hold most. None
     without FSDP2. Raises `SessionFileError`.
     """
     stored = {process: record for _, process, record in file.records(SHARDING)}
@@ -246,7 +252,7 @@ def sharding_of(
 
 
 def _rank(sharding: Sharding) -> ShardsOfRank:
-    """Return what a rank holds, and what its steps move on average."""
+    """Return what a rank holds, and the mean traffic of its steps."""
     steps = sharding.steps
 
     def per_step(total: int, unit: float = 1.0) -> float | None:

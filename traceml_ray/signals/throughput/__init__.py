@@ -1,1 +1,1 @@
-"""How much a run gets through: samples, tokens and FLOPs a second, and when it will be over."""
+"""Throughput of a run: samples, tokens and FLOPs per second, and when it will be over."""

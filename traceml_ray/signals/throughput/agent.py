@@ -1,10 +1,10 @@
 """
-What a rank sends of its work: what its steps were trained on, FLOPs, device, and when it is done.
+Sends the work of a rank: what its steps were trained on, FLOPs, its device, and the total number of steps.
 
 The model FLOPs of one step are counted once by torch's `FlopCounterMode`, on the training thread. The mode
-looks at every operation, so that this step takes longer, and so does what follows its backward: no
-statistic is of these rows (`Rows.slowed`). It changes no number. Where it would miss something
-(`torch.compile`, kernels that it does not know) there is no count, but a reason.
+handles every operation, so this step takes longer, and so does what follows its backward. These rows are
+excluded from statistics (`Rows.slowed`). The mode changes no result. If it would miss operations
+(`torch.compile`, unknown kernels), there is no count, but a reason.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from traceml_ray.signals.collector import Collector, Rank
 from traceml_ray.signals.throughput.records import StepSizes, StepWork
 
 SKIPPED = 2
-"""Steps before the one that is counted, the same on all ranks: the first does more than all others."""
+"""Number of steps before the counted one, the same on all ranks: the first step does more than all others."""
 _AT_MOST = 8
-"""Steps that are taken for slowed where the marks cannot be read at the end of the mode."""
+"""Number of steps that count as slowed if the marks cannot be read at the end of the mode."""
 SETTLE_S = 0.05
-"""Longest wait of the training thread for its own marks, in each of these steps."""
+"""Longest time that the training thread waits for its own marks in each of these steps, in s."""
 _ABANDONED = "this process was no longer watched"
 GIVEN = "torch.compile: give the model's FLOPs instead (--model-flops, traceml_ray.count)"
 _WITHOUT_FLOPS = {
     *("aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "c10d_functional", "fsdp", "inductor"),
     *("_dtensor", "symm_mem", "torchvision", "torchaudio", "_quantized", "record_function", "rpc"),
 }
-"""Namespaces of operations that have no FLOPs, or are known to the mode where they have some."""
+"""Namespaces of operations that have no FLOPs, or whose FLOPs the mode knows."""
 
 
 class ModelFlops(NamedTuple):
-    """What was counted."""
+    """The counted FLOPs."""
 
     flops: int
     step: int
     dtype: str
-    """Of what most of them were computed with."""
+    """Data type of most of these FLOPs."""
 
 
 class FlopCount:
     """
-    Of one process. `on_step` runs on the training thread.
+    Counts the FLOPs of one process. `on_step` runs on the training thread.
 
     Args:
-        recorder: of that thread's marks.
-        errors: counts what goes wrong.
+        recorder: recorder of the training thread's marks.
+        errors: counts errors.
     """
 
     def __init__(self, recorder: Recorder, errors: Errors) -> None:
@@ -65,16 +65,16 @@ class FlopCount:
         self._mode: Any = None
         self._thread = 0
         self._seen: int | None = None
-        """The step of the call before."""
+        """The step at the last call."""
         self._begin = self._began = 0
         self._over = False
 
     def arm(self) -> None:
-        """Have a step counted: the third from here on. Any thread may."""
+        """Arm the count of a step: the third from now on. Any thread may call this."""
         self._recorder.add_step_hook(self.on_step)
 
     def on_step(self) -> None:
-        """Turn the mode on where the step begins, and off where it is over; raises nothing."""
+        """Turn the mode on where the step begins, and off where it is over. Raises nothing."""
         try:
             if self._mode is None:
                 if not self._over:
@@ -93,14 +93,14 @@ class FlopCount:
         self._seen = step
         if before is None:
             self._begin = SKIPPED if step < SKIPPED else step + SKIPPED
-        elif step > before and step >= self._begin:  # else in the middle of a step
+        elif step > before and step >= self._begin:  # otherwise the call is in the middle of a step
             if why := _cannot():
                 self._give_up(why)
                 return
             self._mode, self._thread, self._began = _counter(), get_ident(), step
             self._recorder.steps.rows.slowed.begin("flops", step)
             self._mode.__enter__()
-            if self._over:  # abandoned meanwhile, by a thread that has seen no mode
+            if self._over:  # another thread has abandoned the count meanwhile, before it could see the mode
                 self._give_up(_ABANDONED)
 
     def _may_end(self) -> None:
@@ -120,7 +120,10 @@ class FlopCount:
         self.why = self.why or ("" if total else "no operation with known FLOPs")
 
     def _exit(self) -> bool:
-        """Turn the mode off; False: not now, since one of the script's own lies on it."""
+        """
+        Turn the mode off. Returns False if that is impossible now, because a mode of the
+        script is above it.
+        """
         from torch.utils._python_dispatch import _get_current_dispatch_mode
 
         mode = self._mode
@@ -134,7 +137,7 @@ class FlopCount:
         return True
 
     def _give_up(self, why: str) -> None:
-        """End it without a count; what is still on is turned off as soon as that can be."""
+        """End without a count. A mode that is still on is turned off as soon as possible."""
         self.why, self._over = why[:200], True
         if self._mode is None or self._exit():
             self._done()
@@ -144,8 +147,8 @@ class FlopCount:
         self._recorder.remove_step_hook(self.on_step)
 
     def abandon(self) -> None:
-        """End it: this process is no longer watched. Any thread may."""
-        self._over = True  # first: the thread that trains looks at it once it has turned the mode on
+        """End because this process is no longer watched. Any thread may call this."""
+        self._over = True  # first: the training thread checks it after turning the mode on
         mode = self._mode
         if mode is None:
             self._done()
@@ -156,21 +159,21 @@ class FlopCount:
 
 
 def _cannot() -> str:
-    """Return why a count would miss something, "" where it would not."""
+    """Return why a count would miss operations. "" if it would not."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     counters = getattr(dynamo, "counters", None) or {}
     return GIVEN if counters.get("frames") or counters.get("stats") else ""
 
 
 def _counter() -> Any:
-    """Return a mode that counts all FLOPs, by type of data as well."""
+    """Return a mode that counts all FLOPs, also by data type."""
     import torch
     from torch.utils import flop_counter
 
     class Counting(flop_counter.FlopCounterMode):
         def __init__(self) -> None:
             super().__init__(display=False, custom_mapping=_on_cpu(torch, flop_counter))
-            self.mod_tracker: Any = _NoModules()  # whose hooks on all modules nobody needs
+            self.mod_tracker: Any = _NoModules()  # avoids its hooks on all modules, which are not needed
             self.dtypes: Counter[str] = Counter()
             self.unknown: set[str] = set()
             self.muted = False
@@ -195,7 +198,7 @@ def _counter() -> Any:
 
 
 class _NoModules:
-    """In place of what finds out in which module an operation is."""
+    """Replaces the tracker that determines in which module an operation is."""
 
     parents = frozenset({"Global"})
 
@@ -205,7 +208,7 @@ class _NoModules:
 
 
 def _on_cpu(torch: Any, counter: Any) -> dict[Any, Any]:
-    """Return how attention on the CPU is counted, which torch leaves out: as the same on a device."""
+    """Return how attention on the CPU is counted, which torch omits: like attention on a device."""
 
     def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
         return int(counter.sdpa_flop_count(query, key, value))
@@ -223,7 +226,7 @@ def _on_cpu(torch: Any, counter: Any) -> dict[Any, Any]:
 
 
 def _dtype(torch: Any, packet: Any, args: Any) -> str:
-    """Return what an operation computes with: `tf32` where torch may do so for float32."""
+    """Return the data type that an operation computes with: `tf32` where torch may use it for float32."""
     tensor = next((argument for argument in args if isinstance(argument, torch.Tensor)), None)
     if tensor is None:
         return "unknown"
@@ -236,22 +239,22 @@ def _dtype(torch: Any, packet: Any, args: Any) -> str:
 
 
 _FIRST_S, _SOON_S, _LONGEST_S = 1.0, 10.0, 300.0
-"""Between two records: a share of the time since the first, within these bounds."""
+"""Time between two records, in s: a share of the time since the first, within these bounds."""
 _SOON, _LATER = 0.25, 0.005
 SIZES_STEPS = 128
-"""The sizes of so many steps are sent at once, sooner than they are due by time."""
+"""The sizes of this many steps are sent at once, even if they are not due yet."""
 
 
 class WorkReport(Collector):
     """
-    Of one process. `declare` may be called by any thread; everything else is called by the agent's.
+    Reports the work of one process. Any thread may call `declare`; only the agent calls the rest.
 
     Args:
-        recorder: of the training thread's marks.
+        recorder: recorder of the training thread's marks.
         roots: the model, which shows the device.
-        settings: what of it was given.
-        errors: counts what goes wrong.
-        missing: is told why something is not known.
+        settings: the values that the user has set.
+        errors: counts errors.
+        missing: receives the reasons why something is not known.
         clock: monotonic seconds.
     """
 
@@ -281,7 +284,7 @@ class WorkReport(Collector):
 
     @classmethod
     def of_rank(cls, rank: Rank) -> WorkReport:
-        """Return that of a rank."""
+        """Make the report of a rank."""
         return cls(rank.recorder, rank.instrumentation.roots, rank.settings, rank.errors, rank.missing)
 
     def abandon(self, forked: bool) -> None:
@@ -289,7 +292,7 @@ class WorkReport(Collector):
         self.flops.abandon()
 
     def declare(self, **known: float | None) -> None:
-        """Note what the script says: `job_flops`, `total_steps`."""
+        """Record what the script declares: `job_flops`, `total_steps`."""
         self._declared.update({name: value for name, value in known.items() if value is not None})
 
     def collect(self, final: bool) -> list[StepWork | StepSizes]:
@@ -297,7 +300,7 @@ class WorkReport(Collector):
         return [*self._work(final), *self._sizes(final)]
 
     def _work(self, final: bool) -> list[StepWork]:
-        """Return the sums that are due: little more often than it is needed to draw them, and at the end."""
+        """Return the sums that are due: at the end, and not much more often than drawing needs."""
         now, facts = self._clock(), self._facts()
         new = facts != self._sent
         if not (new or final or now >= self._due):
@@ -313,7 +316,7 @@ class WorkReport(Collector):
         return [StepWork(*(counted or Counted(step, step, 0, 0, None, None)), **facts)]
 
     def _sizes(self, final: bool) -> list[StepSizes]:
-        """Return the sizes of batches that are due: those of 10 s at most, or of `SIZES_STEPS` steps."""
+        """Return the sizes of batches that are due: of at most 10 s, or of `SIZES_STEPS` steps."""
         now, log = self._clock(), self._recorder.steps.work.sizes
         if not len(log) or not (final or now >= self._sizes_due or len(log) >= SIZES_STEPS):
             return []
@@ -322,7 +325,7 @@ class WorkReport(Collector):
         return packed(self._recorder.drain_sizes())
 
     def _facts(self) -> dict[str, Any]:
-        """Return what is known besides."""
+        """Return the other facts that are known."""
         counted = self.flops.measured
         if self._wanted and self.flops.why:
             self._missing["flops"] = self.flops.why
@@ -339,7 +342,7 @@ class WorkReport(Collector):
 
 
 def _device_of(roots: RootModules) -> dict[str, str]:
-    """Return name and id of the device that the model is on; nothing before it is anywhere."""
+    """Return name and id of the device that holds the model. Empty before the model is on a device."""
     import torch
 
     device = next((parameter.device for root in roots.modules() for parameter in root.parameters()), None)

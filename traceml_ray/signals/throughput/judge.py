@@ -1,12 +1,12 @@
 """
-How much a job gets through: samples, tokens and FLOPs a second, and when it will be over.
+Computes the throughput of a job: samples, tokens and FLOPs per second, and when it will be over.
 
-It is made of what the steps of rank processes were trained on, kept in bounded memory, and of what devices
-can do at most, as their makers say. Sources of the peaks: the data sheets "NVIDIA H100 Tensor Core GPU",
-"H200 Tensor Core GPU", "A100 Tensor Core GPU", "A30", "A10", "A40", "L4", "L40", "L40S", "RTX A6000",
-"V100", "T4", "HGX B200" and "GB200 NVL72"; the whitepapers "NVIDIA Ampere GA102" (RTX 3090) and "Ada GPU
-architecture" (RTX 4090); AMD's of "Instinct MI250X", "MI300X" and "MI325X". Where a sheet has figures with
-sparsity only, it is half of these.
+It uses what the steps of rank processes were trained on, kept in bounded memory, and the peak performance of
+devices as stated by their makers. Sources of the peaks: the data sheets "NVIDIA H100 Tensor Core GPU", "H200
+Tensor Core GPU", "A100 Tensor Core GPU", "A30", "A10", "A40", "L4", "L40", "L40S", "RTX A6000", "V100", "T4",
+"HGX B200" and "GB200 NVL72"; the whitepapers "NVIDIA Ampere GA102" (RTX 3090) and "Ada GPU architecture" (RTX
+4090); AMD's of "Instinct MI250X", "MI300X" and "MI325X". If a sheet only has figures with sparsity, half of
+these is used.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ PEAKS: dict[str, _Peaks] = {
     "T4": {"float16": 65, "float32": 8.1},
     "MI325X": _MI300,
     "MI300X": _MI300,
-    "MI250X": _tensor(191.5, None, None, 47.9),  # of one of its two dies, each a device of its own
+    "MI250X": _tensor(191.5, None, None, 47.9),  # one of its two dies; each is a device
 }
-"""By name, a longer one before those that it contains; by type of data."""
+"""Peaks by name of the device and data type. A longer name precedes the names that it contains."""
 
 
 _PARTS = {"MIG", "LAPTOP", "D", "GRID", "MAX"}
-"""Words of names of what is a part of such a device, or a smaller one."""
+"""Words in names of devices that are a part of such a device, or a smaller model."""
 
 
 def peak_tflops(device: str, dtype: str) -> float | None:
-    """Return the peak of a device, by the name that torch has for it; None where that is not known."""
+    """Return the peak of a device, by torch's name of it. None if it is not known."""
     words = re.split(r"[\s/-]+", device.upper())
     if _PARTS.intersection(words):
         return None
@@ -79,30 +79,30 @@ def peak_tflops(device: str, dtype: str) -> float | None:
 
 
 MOST = 256
-"""Pieces of a rank process: of more, neighbours are added up."""
+"""Largest number of pieces per rank process. Above it, neighbouring pieces are added up."""
 _PROCESS, _FIRST, _LAST, _STEPS, _SAMPLES, _TOKENS = range(6)
 AMOUNTS = ("samples", "tokens")
 FACTS = ("flops", "job_flops", "flops_step", "dtype", "device", "device_id", "peak_tflops", "total_steps")
 
 
 class PerStep(NamedTuple):
-    """What each of some rank processes (R,) was trained on in a step, mean; NaN is not known."""
+    """Mean work per step of each of some rank processes (R,). NaN is not known."""
 
     samples: Float
     tokens: Float
 
 
 class WorkHistory:
-    """Of all rank processes of a session."""
+    """The work of all rank processes of a session."""
 
     def __init__(self) -> None:
         self.facts: dict[int, dict[str, Any]] = {}
-        """What each has said of its work last, by its id and by field."""
+        """Process id → field → the last value that the process has reported."""
         self._table: Float = np.empty((0, 6))
         self._arrived: list[tuple[float, ...]] = []
 
     def add(self, process: int, work: StepWork) -> None:
-        """Add what a rank process has said."""
+        """Add a record of a rank process."""
         known = {name: value for name in FACTS if (value := getattr(work, name)) is not None}
         self.facts[process] = {**self.facts.get(process, {}), **known}
         if work.steps:
@@ -111,8 +111,8 @@ class WorkHistory:
 
     def per_step(self, processes: Sequence[int], first: int, last: int) -> PerStep:
         """
-        Return the means of the steps `first` to `last` of rank processes; of one that has said nothing of
-        these yet, of its newest before.
+        Return the means over the steps `first` to `last` of rank processes. For a process without records of
+        these steps, its newest earlier record counts.
         """
         table, ids = self._rows(), np.asarray(processes, dtype=float)
         inside = np.minimum(table[:, _LAST], last) - np.maximum(table[:, _FIRST], first) + 1
@@ -129,15 +129,15 @@ class WorkHistory:
 
     def at(self, processes: Sequence[int], steps: Int64) -> PerStep:
         """
-        Return what all of these rank processes together were trained on in each of `steps` (K,), which
-        ascend; NaN where one of them has said nothing.
+        Return the work of all of these rank processes together in each of `steps` (K,), which are ascending.
+        NaN where one of them has no record.
         """
         table = self._rows()
         table = table[np.isin(table[:, _PROCESS], processes)]
         lasts = [process_rows[-1, _LAST] for process_rows in _by_process(table)]
         if len(lasts) < len(processes) or not len(lasts):
             return PerStep(np.full(len(steps), np.nan), np.full(len(steps), np.nan))
-        where = np.minimum(steps, min(lasts))  # what is newest has not been said by all
+        where = np.minimum(steps, min(lasts))  # not all have reported the newest steps
         per_step = table[:, _SAMPLES:] / table[:, _STEPS, None]
         known = ~np.isnan(per_step)
         values = np.concatenate([np.where(known, per_step, 0), known], axis=1)
@@ -166,7 +166,10 @@ def _by_process(table: Float) -> Iterable[Float]:
 
 
 def _halved(process_rows: Float) -> Float:
-    """Return the pieces of a rank process, each two neighbours as one; the newest stay."""
+    """
+    Return the pieces of a rank process, with neighbouring pieces joined in pairs. The newest pieces stay
+    separate.
+    """
     if len(process_rows) < 4:
         return process_rows
     old = process_rows[: len(process_rows) // 4 * 2]
@@ -177,28 +180,33 @@ def _halved(process_rows: Float) -> Float:
 
 
 _IDEAL = 0.05
-"""The share of the steps that are what the run itself could do at best."""
+"""Share of the steps, the fastest ones, that show the best speed of the run itself."""
 _RECENT, _FEW = 0.25, 200
-"""Steps to come take as long as this share of those so far, or as so many of them, evaluations included."""
+"""
+Future steps take as long as the last steps so far: this share of them, or at least this number, evaluations
+included.
+"""
 _SAME = 0.01
-"""By how much more one role may have had than another, which has the same samples."""
+"""Largest relative difference of samples between roles that have the same samples."""
 _LINE = 300
-"""Columns of what is drawn."""
+"""Number of columns of a line that is drawn."""
 _SHARED = ("tp", "pp", "cp")
-"""Parts of a strategy in which several ranks have the same samples."""
+"""Parts of a strategy in which several ranks process the same samples."""
 
 
 class ThroughputNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """
-    How much a job gets through, over `steps` steps. What would be a guess is None, and `why` has the reason,
-    by `samples`, `tokens` and `mfu`; by `steps` where there are none, and so nothing is known.
+    Throughput of a job over `steps` steps.
+
+    A value that would be a guess is None. `why` has the reason, by `samples`, `tokens` and `mfu`; by `steps`
+    if there are no steps, and so nothing is known.
     """
 
     steps: int = 0
     steps_per_s: float | None = None
     samples_per_step: float | None = None
     tokens_per_step: float | None = None
-    """Tokens of all ranks in a step; padding counts."""
+    """Tokens of all ranks in a step, including padding."""
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
     step_flops: float | None = None
@@ -207,29 +215,29 @@ class ThroughputNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """`counted` once in step `flops_step`, or `told` by the script."""
     flops_step: int | None = None
     peak_tflops: float | None = None
-    """Peak of all `devices` together, in 10¹² FLOPs a second."""
+    """Peak of all `devices` together, in 10¹² FLOPs per second."""
     devices: int | None = None
     device: str | None = None
     dtype: str | None = None
     mfu_pct: float | None = None
-    """The share of `peak_tflops` that the model's FLOPs are."""
+    """The model's FLOPs as a percentage of `peak_tflops`."""
     efficiency_pct: float | None = None
     """Time of the fastest 5 % of the steps ÷ time of the mean step, in %."""
     total_steps: int | None = None
     eta_s: float | None = None
-    """How long the steps to come will take."""
+    """Time that the remaining steps will take."""
     why: dict[str, str] = {}
 
 
 class ThroughputStatistics(ThroughputNumbers, frozen=True, kw_only=True):
-    """How much the job gets through, in a summary; of each rank by its number as text."""
+    """Throughput of the job in a summary. Ranks are keys as text."""
 
     per_rank_samples_per_s: dict[str, float | None]
     per_rank_tokens_per_s: dict[str, float | None]
 
 
 class Throughput(ThroughputNumbers, frozen=True, kw_only=True, eq=False):
-    """The same, also per rank and by step."""
+    """Throughput of the job, also per rank and by step."""
 
     ranks: list[int] = []
     rank_samples_per_s: Float = msgspec.field(default_factory=no_values)
@@ -257,16 +265,16 @@ def throughput(
     missing: Mapping[str, str],
 ) -> Throughput:
     """
-    Return the numbers; what is not known is None, and `why` says why.
+    Return the throughput. An unknown value is None, and `why` has the reason.
 
     Args:
         history: the steps of the run.
         work: what its rank processes were trained on.
         processes: the rank process of each rank.
-        world: how many ranks the job has.
-        whole: over all steps, not the newest.
-        over: the run is over: nothing is to come.
-        missing: why ranks know less.
+        world: number of ranks of the job.
+        whole: use all steps instead of the newest.
+        over: the run is over, so no steps remain.
+        missing: reasons why ranks know less.
     """
     newest = None if whole else history.limits.window_steps
     stats, ranks = history.stats(newest), history.ranks
@@ -315,7 +323,7 @@ def _counted(
 ) -> Bool | str:
     """
     Return the ranks (R,) whose samples add up to those of the job, or why that is not known. Ranks of one
-    replica of the model have the same samples, as far as they have any: those of one role are added up.
+    replica of the model process the same samples, if any, so the ranks of one role are added up.
     """
     if silent := missing_of(world, history.ranks):
         return f"{text.ranks(silent)} of {world} did not report"
@@ -339,7 +347,7 @@ def _counted(
 
 
 def _lacking(name: str, amount: Float, ranks: Sequence[int], missing: Mapping[str, str]) -> str | None:
-    """Return why an amount is not known of all ranks, None where it is."""
+    """Return why an amount is not known for all ranks. None if it is."""
     unknown = [rank for rank, value in zip(ranks, amount, strict=True) if np.isnan(value)]
     if not unknown:
         return None
@@ -356,7 +364,7 @@ def _flops(
     why: dict[str, str],
     missing: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the FLOPs of a step, what the devices could do, and the share of it."""
+    """Return the FLOPs of a step, the peak of the devices, and the achieved share."""
     flops: dict[str, Any] = {}
     declared = _same(facts, "job_flops")
     counted = [work["flops"] for work in facts.values() if work.get("flops")]
@@ -384,7 +392,7 @@ def _flops(
 
 
 def _peak(facts: Mapping[int, Mapping[str, Any]]) -> float | str:
-    """Return what one device can do, or why that is not known."""
+    """Return the peak of one device, or why it is not known."""
     if (given := _same(facts, "peak_tflops")) is not None:
         return float(given)
     device, dtype = _same(facts, "device"), _same(facts, "dtype")
@@ -398,13 +406,13 @@ def _peak(facts: Mapping[int, Mapping[str, Any]]) -> float | str:
 
 
 def _same(facts: Mapping[int, Mapping[str, Any]], name: str) -> Any:
-    """Return what all ranks that say it say, None where they differ."""
+    """Return the value that all ranks which report it agree on. None if they differ."""
     values = {work[name] for work in facts.values() if work.get(name) is not None}
     return values.pop() if len(values) == 1 else None
 
 
 def _left_s(history: StepHistory, total: int) -> float:
-    """Return how long the steps to come will take, as the recent ones did."""
+    """Return the time that the remaining steps will take, from the recent steps."""
     line = history.timeline(history.ranks[0])
     done = line.last - line.first + 1
     recent = max(_FEW, int(_RECENT * float(done.sum())))
@@ -425,7 +433,10 @@ def _line(
     whole: bool,
     numbers: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the same by step, for drawing; `counted`: the rank processes whose samples and tokens add up."""
+    """
+    Return the throughput by step, for drawing. `counted`: the rank processes whose samples and
+    tokens add up.
+    """
     _, last, ms = history.step_means(ALL if whole else None, _LINE)
     per_s = np.where(ms > 0, 1e3 / np.where(ms > 0, ms, 1), np.nan)
     line = {"line_steps_per_s": per_s}

@@ -8,11 +8,11 @@ from traceml_ray.signals.kind import Kind
 from traceml_ray.wire.codec import Count, Part
 
 MAX_SIZES = 512
-"""Steps of one `StepSizes`."""
+"""Largest number of steps in one `StepSizes`."""
 
 
 class StepWork(Part, frozen=True):
-    """What some steps of a rank were trained on, and what is known of its work. `None` is "not known"."""
+    """What some steps of a rank were trained on, and facts about its work. `None` is "not known"."""
 
     first_step: Count
     last_step: Count
@@ -20,27 +20,27 @@ class StepWork(Part, frozen=True):
     """Number of these steps that had a batch; 0: only the other fields are known."""
     batches: Count
     samples: Count | None = None
-    """Samples of all these steps together."""
+    """Number of samples in all these steps together."""
     tokens: Count | None = None
     flops: float | None = None
     """FLOPs of this rank in one step, counted once."""
     job_flops: float | None = None
-    """FLOPs of all ranks in one step, as the script says."""
+    """FLOPs of all ranks in one step, as declared by the script."""
     flops_step: Count | None = None
-    """Step that the FLOPs were counted in; it took longer."""
+    """Step in which the FLOPs were counted. It took longer."""
     dtype: str | None = None
     """Data type of most FLOPs: bfloat16, tf32, …"""
     device: str | None = None
     """Name of the rank's device; `cpu` without one."""
     device_id: str | None = None
-    """Tells it from others of that name."""
+    """Distinguishes the device from others with that name."""
     peak_tflops: float | None = None
-    """Peak of one device in TFLOP/s, as the script says."""
+    """Peak of one device in TFLOP/s, as declared by the script."""
     total_steps: Count | None = None
 
 
 class StepSizes(Part, frozen=True):
-    """How large the batches of a rank's steps `first_step` to `last_step` were, step by step."""
+    """Batch sizes of a rank's steps `first_step` to `last_step`, step by step."""
 
     first_step: Count
     last_step: Count
@@ -52,11 +52,11 @@ class StepSizes(Part, frozen=True):
 
     @property
     def steps(self) -> int:
-        """How many steps it is of."""
+        """Number of steps."""
         return self.last_step - self.first_step + 1
 
     def values(self) -> bytes:
-        """Return what is compressed. Raises ValueError where it is damaged, or of too many steps."""
+        """Return the decompressed bytes. Raises ValueError if they are damaged, or have too many steps."""
         if not 0 < self.steps <= MAX_SIZES:
             raise ValueError(f"sizes of batches of {self.steps:,} steps, limit {MAX_SIZES:,}")
         decoder = zlib.decompressobj()

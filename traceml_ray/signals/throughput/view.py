@@ -1,6 +1,6 @@
 """
-How much a run gets through: what is asked, the answer from the records of its ranks and the history of its
-steps, and what is shown of it.
+Throughput of a run: the question, the answer from the records of its ranks and the history of its steps, and
+its presentation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from traceml_ray.store.query import OfRun
 
 
 class GetThroughput(OfRun[Throughput], frozen=True):
-    """Samples, tokens and FLOPs a second, and what is still to come; `whole` as of `query.GetTimes`."""
+    """Samples, tokens and FLOPs per second, and the remaining time. `whole` as in `query.GetTimes`."""
 
     whole: bool | None = None
 
@@ -34,7 +34,7 @@ _RATES = {"samples_per_s": "samples/s", "tokens_per_s": "tokens/s"}
 
 
 def sections(known: Throughput) -> list[Section]:
-    """Return samples and tokens a second, the MFU, and how long the steps to come will take."""
+    """Return samples and tokens per second, the MFU, and the time that the remaining steps will take."""
     facts = Facts()
     if known.steps:
         facts = Facts(("Throughput", _rates(known)), ("MFU", _mfu(known)), ("Time left", _left(known)))
@@ -66,7 +66,7 @@ def _rates(known: Throughput) -> str:
 
 
 def _mfu(known: Throughput) -> str:
-    """Return the MFU, or why FLOPs that were counted or told lead to none."""
+    """Return the MFU, or why there is none although FLOPs were counted or declared."""
     if known.mfu_pct is None:
         return f"not known: {known.why['mfu']}" if known.step_flops else ""
     counted = f" in step {known.flops_step:,}" if known.flops_step is not None else ""
@@ -84,7 +84,10 @@ def _left(known: Throughput) -> str:
 
 
 def _numbers(known: Throughput) -> Iterator[Number]:
-    """Yield tokens, else samples, else steps a second; the MFU and the time left, where they are known."""
+    """
+    Yield tokens, or else samples, or else steps per second; the MFU and the remaining time if
+    they are known.
+    """
     if known.steps:
         yield _rate(known)
     if known.mfu_pct is not None:
@@ -152,7 +155,7 @@ class ThroughputView(View[Throughput]):
     of_steps = polled = True
 
     def answer(self, run: Run, asked: GetThroughput) -> Throughput:
-        """Return the numbers; of a run without a step nothing is known."""
+        """Return the throughput. Nothing is known of a run without steps."""
         if run.history is None:
             return Throughput(why={"steps": "no rank has reported a step"})
         return throughput(
@@ -166,7 +169,7 @@ class ThroughputView(View[Throughput]):
         )
 
     def block(self, answer: Throughput) -> ThroughputStatistics:
-        """Return the numbers, and those of each rank by its number as text."""
+        """Return the throughput, with the values of each rank by its number as text."""
         per_rank: dict[str, Any] = {
             f"per_{name}": dict(zip(map(str, answer.ranks), getattr(answer, name).tolist(), strict=True))
             for name in _PER_RANK
@@ -182,5 +185,5 @@ class ThroughputView(View[Throughput]):
         return Throughput(**{name: getattr(block, name) for name in _NAMES}, ranks=ranks, **per_rank)
 
     def sections(self, answer: Throughput) -> Sequence[Section]:
-        """Return rates, MFU and time left."""
+        """Return rates, MFU and remaining time."""
         return sections(answer)
