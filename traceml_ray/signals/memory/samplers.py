@@ -281,7 +281,7 @@ _CURRENT = {
 }
 OF_TORCH = (*_CURRENT, "peak_bytes", "retries", "ooms")
 OF_NVML = ("process_bytes", "device_used_bytes", "device_total_bytes")
-"""Fields of `MemorySample` that come from NVML."""
+"""Fields of `MemorySample` by source: torch's allocator, and NVML."""
 
 
 @dataclass
