@@ -1,4 +1,7 @@
-"""Why no rank is named: the sentence for each condition under which ranks cannot be compared."""
+"""
+The sentences that say why no rank is named, one for each condition under which ranks
+cannot be compared.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +116,10 @@ def unsynced(window: Window, spread: float, together: Sequence[Int64]) -> str:
 
 
 def no_sync(evidence: Evidence, least: float) -> str:
-    """Explain that no exchange was seen; waits of more than `least` of the step exist, but are none."""
+    """
+    Explain that no exchange was seen. Some stages look like waits, for more than `least` of the step, but are
+    none.
+    """
     waits_ns = float(evidence.rows.d[:, :, SYNC_WAIT].mean(axis=1).sum()) / len(evidence.window.starts)
     if waits_ns < least * evidence.mean_step_ns or None not in evidence.window.groups:
         return NO_SYNC
@@ -125,9 +131,10 @@ def no_sync(evidence: Evidence, least: float) -> str:
 
 def of_roles(evidence: Evidence, waited_ns: Int64) -> str:
     """
-    Return why ranks that wait for others that do other work cannot be compared, or "": their replicas can be.
+    Return why ranks that wait for ranks with other work cannot be compared; "" if their replicas can be
+    compared.
 
-    `waited_ns` (K, R) is how long they waited for these on the way to each exchange.
+    `waited_ns` (K, R) is the time that each rank waited for other roles on its way to each exchange.
     """
     window = evidence.window
     if not evidence.rows.synced.any():
@@ -147,7 +154,7 @@ def _bubble(window: Window) -> str:
 
 
 def unclear(window: Window) -> str:
-    """Explain that ranks do not all wait for each other in what was taken for the exchange."""
+    """Explain that ranks do not all wait for each other in what looked like the exchange."""
     return (
         f"These ranks wait for each other in {functions(window)}, but they do not leave it together in "
         f"every step, so it is not clear which rank waits for which: {_ONLY}"
@@ -155,7 +162,7 @@ def unclear(window: Window) -> str:
 
 
 def functions(window: Window) -> str:
-    """Return the functions that the exchange of gradients is inferred to happen in."""
+    """Return the functions in which the exchange of gradients appears to happen."""
     return text.listed([f"`{name}`" for name in window.inferred])
 
 

@@ -1,10 +1,10 @@
 """
-Anomalies of a node while a verdict names it: evidence with the verdict, never its cause.
+Anomalies of a node while a verdict names it. They are evidence with the verdict, never its cause.
 
-A quantity is compared with the run's other nodes (or devices) at the same time; where there are none, or
-where all ranks are slow together, with the same node before. A value equally high on peers, or earlier on
-the same node, is not an anomaly. Only a device that throttles or has critical errors, and memory that runs
-out, are anomalies whatever is usual.
+A quantity is compared with the run's other nodes (or devices) at the same time. If there are none, or if all
+ranks are slow together, it is compared with earlier values of the same node. A value that is equally high on
+peers, or was earlier on the same node, is not an anomaly. Only throttling or critical errors of a device, and
+exhausted memory, are always anomalies.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ Between = Callable[[Sequence[str], int, int], Mapping[str, Excerpt]]
 
 class Samples:
     """
-    The samples of one node. When there is no room, every second one of the older half is dropped: the newest
-    are all kept, older ones are further and further apart.
+    The samples of one node, in bounded memory. When there is no room, every second sample of the older half
+    is dropped: all newest samples are kept, older ones become sparser.
     """
 
     def __init__(self, size: int = 256) -> None:
@@ -108,8 +108,8 @@ class Anomaly(msgspec.Struct, frozen=True, kw_only=True):
     A value of a node, or of one of its devices, that differs from other nodes or from before.
 
     `kind` is the quantity (`signals.nodes.quantities`), `foreign_process` (bytes) or `xid` (its number).
-    `value` is the median of the samples, `usual` that of the samples they were compared with (None: an
-    anomaly whatever is usual).
+    `value` is the median of the samples. `usual` is the median of the samples they were compared with; None:
+    the value is always an anomaly.
     """
 
     kind: str
@@ -122,9 +122,9 @@ class Anomaly(msgspec.Struct, frozen=True, kw_only=True):
 
 class Machine(NamedTuple):
     """
-    A node of the run. `ranks` maps the pid of each rank process of the session on it to its rank (None: a
-    rank of another run); `named` are the ranks among them that the verdict names. `before` may be None if it
-    is not needed.
+    A node of the run. `ranks` maps the pid of each of the session's rank processes on the node to its rank
+    (None: a rank of another run). `named` are the ranks among them that the verdict names. `before` may be
+    None if it is not needed.
     """
 
     name: str
@@ -136,11 +136,10 @@ class Machine(NamedTuple):
 
 def anomalies(machines: Sequence[Machine], *, all_nodes: bool = False) -> tuple[Anomaly, ...] | None:
     """
-    Return the anomalies of the machines on which ranks are named, or of all of them (`all_nodes`), the
-    gravest first, at most eight; None where too little was sampled to know. Machines on which no rank is
-    named are what the others are compared with.
+    Return the anomalies of the machines with named ranks, or of all machines (`all_nodes`), the gravest
+    first, at most eight; None if there are too few samples. Machines without named ranks are the comparison.
 
-    An anomaly is in most of the samples, of which there are eight at least; a critical error counts at once.
+    An anomaly must be present in most of the samples, at least eight; a critical error counts at once.
     """
     examined = [machine for machine in machines if all_nodes or machine.named]
     others = [] if all_nodes else [machine for machine in machines if not machine.named]
@@ -185,7 +184,10 @@ def _critical(machine: Machine) -> list[Anomaly]:
 
 
 def _on_devices(machine: Machine, others: Sequence[Machine], *, all_nodes: bool) -> list[Anomaly]:
-    """Examine the devices of the named ranks; where those are not known, every device of the node."""
+    """
+    Return the anomalies of the named ranks' devices. If these are not known, examine every device of the
+    node.
+    """
     now, before, owners = machine.during, machine.before, _owners(machine)
     named = {device: rank for device, rank in owners.items() if all_nodes or rank in machine.named}
     named = named or dict.fromkeys(now.devices)
@@ -214,7 +216,7 @@ def _on_devices(machine: Machine, others: Sequence[Machine], *, all_nodes: bool)
 
 
 def _owners(machine: Machine) -> dict[int, int | None]:
-    """Return the rank that computes on each device, of those of the session; a device may have several."""
+    """Return the session's rank that computes on each device. A device may have several; one is returned."""
     owners: dict[int, int | None] = {}
     for devices in machine.during.processes[-2:]:
         for device, processes in devices.items():
@@ -235,8 +237,8 @@ def _own(process: GpuProcess, ranks: Mapping[int, int | None]) -> int | None:
 
 def _of_ranks(machine: Machine) -> Float:
     """
-    Return the samples (n, GPU_LIMITED) of the devices that ranks are known to use; of all devices if none is
-    known.
+    Return the samples (n, GPU_LIMITED) of the devices that ranks are known to use. If no such device is
+    known, return those of all devices.
     """
     owners, now = _owners(machine), machine.during
     used = [index for index, device in enumerate(now.devices) if not owners or device in owners]
@@ -248,8 +250,8 @@ def _deviations(
     values: Float, usual: Float, where: str, table: Sequence[Quantity]
 ) -> Iterator[tuple[Quantity, float, float | None, str]]:
     """
-    Yield the quantities of `table` that are anomalous in `values` (n, table) against `usual` (m, table), of
-    each group one: with the value, what is usual, and a sentence with what `where` has.
+    Yield the quantities of `table` that are anomalous in `values` (n, table) compared with `usual` (m,
+    table), one of each group: the quantity, its value, the usual value, and a sentence about `where`.
     """
     groups = set()
     for column, quantity in enumerate(table):
@@ -282,8 +284,8 @@ def _level(values: Float, usual: Float, quantity: Quantity) -> tuple[float, floa
 
 def _foreign(machine: Machine, others: Sequence[Machine], named: Mapping[int, int | None]) -> list[Anomaly]:
     """
-    Return the processes on the devices that are no rank's of the session, without those of a name that
-    is on most of the other devices, too (a monitor).
+    Return the processes on the devices that belong to no rank of the session. Processes with a name that most
+    other devices have too (a monitor) are left out.
     """
     elsewhere: Counter[str | None] = Counter()
     count = 0
@@ -302,9 +304,9 @@ def _foreign(machine: Machine, others: Sequence[Machine], named: Mapping[int, in
 
 def _foreign_processes(machine: Machine) -> dict[int, list[GpuProcess]]:
     """
-    Return, for each device, the processes that are no rank's in most of its samples, as they were last.
+    Return, for each device, the processes that belong to no rank in most of its samples, in their last state.
 
-    Nothing where no process of a rank is seen on any device: then pids are not the same here and there.
+    Empty if no process of a rank is seen on any device: then pids differ between the namespaces.
     """
     sampled = machine.during.processes
     if not _owners(machine) or len(sampled) < MACHINE.processes:

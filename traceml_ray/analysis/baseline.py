@@ -1,6 +1,6 @@
 """
-The baseline, what a step takes in healthy windows: learned once from the run's own, then fixed; and
-`group_wide`: a stage, or the whole step, takes longer than in the baseline on most ranks.
+The baseline: the cost of a step in healthy windows. It is learned once from the run's own windows, then
+fixed. `group_wide` means that a stage, or the whole step, takes longer than in the baseline on most ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     """Number of steps that the baseline was learned from."""
     ranks: int | None
-    """Size of the job. Exposed time depends on it. None: the baseline was given, and is used for any size."""
+    """
+    Number of ranks in the job, on which exposed time depends. None: the baseline was given, and is used for
+    any size.
+    """
     from_step: int | None = None
     to_step: int | None = None
     """
@@ -106,7 +109,7 @@ def per_step(evidence: Evidence) -> tuple[Int64, Float]:
     """
     Return the steps (N,) and their exposed time, ns (N, 6).
 
-    A step of several rows (segments) is their sum; one of which the window holds only a part is left out.
+    A step of several rows (segments) is their sum. A step of which the window has only a part is left out.
     """
     window = evidence.window
     rows = np.diff(window.starts, append=len(window.keys))
@@ -135,11 +138,13 @@ _WHOLE = -1
 @dataclass(frozen=True)
 class Drift:
     """
-    `stage` takes `extra_ns` a step longer than in `baseline`, `share` of the step as it is now (0..1). None:
-    no stage carries it, the whole step takes longer. `stages_ns` (6,) has each stage's share of it.
+    A stage that takes `extra_ns` per step longer than in `baseline`, `share` of the current step (0..1).
+    `stage` None: no single stage explains the drift; the whole step takes longer. `stages_ns` (6,) is each
+    stage's part of it.
 
-    `timing` is over the whole steps of the window, `from_step` where it began, `slow` (places of
-    ranks) whose own time, in the stage or at work, is nearer to the new level than to the old one.
+    `timing` covers the whole steps of the window. `from_step` is the step at which the drift began. `slow`
+    has the indices of the ranks whose own time, in the stage or at work, is nearer to the new level than to
+    the old one.
     """
 
     stage: int | None
@@ -154,14 +159,15 @@ class Drift:
 
 def drift(evidence: Evidence, baseline: Baseline, thresholds: Thresholds) -> Drift | None:
     """
-    Return the stage that exceeds `baseline` most, or the whole step where no stage carries that, or `None`.
+    Return the stage that exceeds `baseline` most, or the whole step if no stage explains the excess; else
+    None.
 
-    The window's newest 10, 20, … steps are tested, and all of it. A full window requires a drift of
-    `min_drift` of the step and `drift_mads` MADs, n of its K steps √(K ÷ n) times as much. In all cases it
-    must exceed the noise of single steps by `drift_errors` standard errors, last (the lower median over
-    blocks of 5 steps has three quarters of it), continue (the newest 10 steps have a third of it), and make
-    the step as a whole longer. In the newest steps alone, most ranks must be slow, too: other rules find a
-    rank that has just become late, or each in turn.
+    The window's newest 10, 20, … steps are tested, and the whole window. A full window requires a drift of
+    `min_drift` of the step and `drift_mads` MADs; n of its K steps require √(K ÷ n) times as much. The drift
+    must always exceed the noise of single steps by `drift_errors` standard errors, last (the lower median
+    over blocks of 5 steps has three quarters of it), continue (the newest 10 steps have a third of it), and
+    make the whole step longer. If only the newest steps show it, most ranks must be slow too: other rules
+    find a rank that has just become late, or ranks that are late in turn.
     """
     first = evidence.window.first_step
     if baseline.to_step is not None and (first is None or first <= baseline.to_step):
@@ -251,7 +257,8 @@ def _measured(
     series: Float, count: int, newest: Float, usual: _Usual, thresholds: Thresholds
 ) -> tuple[Float, Bool, float]:
     """
-    Return the drift of each column in the newest `count` steps, ns (7,), where it passes, and the step.
+    Return the drift of each column in the newest `count` steps (ns, (7,)), whether each passes, and the time
+    of a step.
 
     `newest` is the drift in the newest stride, ns (7,).
     """

@@ -1,4 +1,7 @@
-"""How long each rank and node was busy: the step times that a slow rank cannot hide behind."""
+"""
+Busy time of ranks and nodes: step times in which a slow rank is visible, because they
+leave out waiting.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,9 @@ from traceml_ray.stages import (
 
 class StageSummary(msgspec.Struct, frozen=True, kw_only=True):
     """
-    One stage, per step: `exposed_ms` is the mean of its exposed time, `exposed_share` (0..1) that
-    over the mean step; `median_ms` and `max_ms` are the median and the largest of the ranks'
-    medians, the latter `worst_rank`'s (`None` for waiting, which is nobody's fault).
+    Times of one stage, per step. `exposed_ms` is its mean exposed time; `exposed_share` (0..1) is this as a
+    share of the mean step. `median_ms` and `max_ms` are the median and the largest of the ranks' medians;
+    `worst_rank` has the largest (None for waiting, which no rank causes for itself).
     """
 
     name: str
@@ -42,14 +45,13 @@ class StageSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     """
-    Step times; ms, `None` where there is nothing to tell.
+    Step times in ms; None: not known.
 
-    `median_ms` and `p95_ms` are of the whole step, however many exchanges it has: `exchanges`, on average.
-    All else is **busy time** (the row without its
-    waiting), because rows are equally long on every rank, however slow one of them is: per rank
-    the median over steps, per node the median of its ranks' values, skew in % as
-    (worst − median) ÷ median over ranks and (slowest − fastest) ÷ fastest over nodes.
-    Backward counts as waiting where it is not told apart from it.
+    `median_ms` and `p95_ms` are for the whole step, with all its exchanges (`exchanges`, mean). All other
+    times are **busy time**: the row without its waiting. Rows are equally long on every rank, however slow
+    one of them is, so only busy time shows a slow rank. Per rank it is the median over steps, per node the
+    median of its ranks' values. Skew in % is (worst − median) ÷ median over ranks and (slowest − fastest) ÷
+    fastest over nodes. Backward counts as waiting if the two cannot be separated.
     """
 
     count: int
@@ -78,7 +80,7 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
 def step_summary(
     stats: StepStats, ranks: Sequence[int], nodes: Sequence[str], missing: Iterable[int]
 ) -> StepSummary:
-    """Return the step times of `stats`, which are of `ranks`; `nodes` says where each is."""
+    """Return the step times of `stats`, which cover `ranks`. `nodes` is the node of each rank."""
     per_rank = stats.busy()
     apart = spread(per_rank[:, None], nodes)
     per_node = {
@@ -105,18 +107,18 @@ def step_summary(
 
 
 def busy_ns(rows: Rows) -> Int64:
-    """Return how long each rank worked in each row, ns (K, R): without its waiting."""
+    """Return the time that each rank worked in each row, without waiting, ns (K, R)."""
     busy: Int64 = np.einsum("krs,ks->kr", rows.d, (~rows.waits).astype(np.int64))
     return busy
 
 
 def idle_ns(window: Window) -> Int64 | None:
     """
-    Return how long each rank's device waited for its host in each row, and of how much of the row that is
-    known, ns (K, R, 2); None where it is not known how far the hosts were ahead.
+    Return the time that each rank's device waited for its host in each row, and the part of the row for which
+    this is known, ns (K, R, 2); None if the leads of the hosts are not known.
 
-    It waits in `data`, where no kernel runs, and for what a stage in which the host is late takes beyond that
-    of its peers.
+    A device waits in `data`, where no kernel runs. In a stage in which the host is late, it waits for the
+    excess over its peers.
     """
     d, leads = window.d, window.leads
     if window.host is None or leads is None:
@@ -134,9 +136,9 @@ def idle_ns(window: Window) -> Int64 | None:
 
 def frontiers(window: Window, rows: Rows, behind: Sequence[Int64 | None] = ()) -> list[Frontier]:
     """
-    Return the frontier of each group of ranks, see `Window.by_group`; `rows` are those of `window`.
+    Return the frontier of each group of ranks, see `Window.by_group`. `rows` are the rows of `window`.
 
-    `behind` is where each group ended before, see `chain`.
+    `behind` is the slack in which each group's previous piece ended, see `chain`.
     """
     groups = [group for group in window.by_group() if len(group.ranks)]
     before = behind or [None] * len(groups)

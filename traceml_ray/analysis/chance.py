@@ -1,20 +1,20 @@
 """
-Is a rank late more often than chance would have it?
+Tests whether a rank is late more often than chance explains.
 
-Where no rank is late the ranks of a step are exchangeable: which of them is the last is chance. So what is
-compared are not times but ranks' *scores* within the same step, and nothing is assumed of how times are
-distributed: neither a heavy tail nor work that is drawn anew in each step names anybody. That is Friedman's
-test (1937, doi:10.1080/01621459.1937.10503522), with aligned ranks for scores (Hodges and Lehmann 1962,
-doi:10.1214/aoms/1177704575): of few ranks, it also counts by how much one is late.
+If no rank is late, the ranks of a step are exchangeable: chance decides which one is last. The test therefore
+compares ranks' *scores* within the same step, not times, and assumes no distribution of times: neither a
+heavy tail nor work drawn anew in each step names a rank. This is Friedman's test (1937,
+doi:10.1080/01621459.1937.10503522), with aligned ranks as scores (Hodges and Lehmann 1962,
+doi:10.1214/aoms/1177704575). If there are few ranks, the amount of lateness counts too.
 
-Work may stay the same for some steps (buckets of lengths): then these steps are one piece of evidence, not
-many. How many steps that is, is the integrated autocorrelation time of the scores, over more steps than
-those that are judged.
+Work may stay the same for some steps (buckets of lengths). These steps are then one piece of evidence, not
+many. Their number is the integrated autocorrelation time of the scores, over more steps than those that are
+judged.
 
-Where work stays at a level for some steps, a rank that has most to do is late in each of them, and a few
-steps look like a fault. What tells the two apart are the other ranks: beside a fault they work alike, where
-work stays at levels each has its own. So the spread of the peers' levels is the error of a rank's mean
-lateness, besides what varies from step to step.
+If work stays at a level for some steps, the rank with the most work is late in each of them, which looks like
+a fault. The other ranks decide: beside a fault they work alike; with levels each has its own level. So the
+spread of the peers' levels is added to the error of a rank's mean lateness, besides the variation from step
+to step.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ FEW_STEPS = 200
 
 def least_z(ranks: int, steps: int) -> float:
     """
-    Return the z from which one of so many ranks is late by more than chance: one of them is the latest. Two
-    ranks cannot come to it in few steps: there it is being the last one in nine of ten.
+    Return the z from which the latest of `ranks` ranks is late by more than chance. Two ranks cannot reach it
+    in few steps; for them the limit is to be last in nine of ten steps.
     """
     largest = math.sqrt(3 * steps * (ranks - 1) / (ranks + 1))
     return min(math.sqrt(Z_LEAST**2 + 2 * math.log(max(1.0, ranks / _FEW))), _OF_LARGEST * largest)
@@ -55,8 +55,8 @@ def least_z(ranks: int, steps: int) -> float:
 
 def scores_of(lateness: Float) -> Float:
     """
-    Return how late each rank is in each step (K, R), beside the others of that step, as a place among all of
-    them.
+    Return how late each rank is in each step (K, R), relative to the other ranks of that step, as its
+    position among all ranks and steps.
 
     Args:
         lateness: in any unit (K, R).
@@ -74,14 +74,15 @@ def z_late(
     """
     Return by how many standard errors each of `ranks` is late more often than by chance (len(ranks),).
 
-    Several ranks may be late together. So those that are late by more than chance are left out, and the
-    others are compared with the ranks that remain, as long as there are more of them.
+    Several ranks may be late together. Ranks that are late by more than chance are therefore left out, and
+    the others are compared with the remaining ranks, as long as these are the majority.
 
     Args:
-        lateness: by how much each rank is late in each step, in any unit (K, R).
-        ranks: columns of it: those that may be late.
-        stay: for how many steps work stays alike, by more steps than these; None: these alone show it.
-        newest: the steps, of the newest ones, in which they may be late: the others show what is usual.
+        lateness: lateness of each rank in each step, in any unit (K, R).
+        ranks: columns of the ranks that may be late.
+        stay: number of steps for which work stays alike, measured over more steps than these; None: measure
+            it here.
+        newest: number of newest steps in which the ranks may be late. The other steps show what is usual.
     """
     if not len(ranks) or not len(lateness):
         return np.zeros(len(ranks))
@@ -131,16 +132,16 @@ def _places(lateness: Float) -> Float:
 
 def beyond_chance(excess: Int64, ranks: Sequence[int], peers: Sequence[int] | Int64) -> Int64:
     """
-    Return by how much ranks are later than their peers are by chance, row by row, ns (K, len(ranks)).
+    Return by how much ranks are later than chance makes their peers, row by row, ns (K, len(ranks)).
 
-    Of a rank that is late for a reason only the reason can be fixed: without it, its times would be
-    distributed as those of its peers are. So the n-th largest excess of the rank is held against the n-th
-    largest (of K) of theirs.
+    If a rank is late for a reason, only the reason can be fixed: without it, the rank's times would have the
+    distribution of its peers' times. So the n-th largest excess of the rank is compared with the n-th largest
+    (of K) of theirs.
 
     Args:
-        excess: of all ranks over a common reference, ns (K, R).
-        ranks: columns of it.
-        peers: other columns; none: nothing is known of chance.
+        excess: excess of all ranks over a common reference, ns (K, R).
+        ranks: columns of the ranks.
+        peers: columns of the peers; empty: chance is not known.
     """
     mine = excess[:, list(ranks)]
     if not len(peers):
@@ -158,13 +159,14 @@ def beyond_chance(excess: Int64, ranks: Sequence[int], peers: Sequence[int] | In
 
 def correlation_steps(lateness: Float) -> float:
     """
-    Return for how many steps the scores of ranks stay alike: their integrated autocorrelation time, ≥ 1.
+    Return the number of steps for which the scores of ranks stay alike: their integrated autocorrelation
+    time, ≥ 1.
 
-    It is that of the median rank: some may be stalled. The largest changes of each rank's mean are taken out
-    first: that a rank has become late in these steps is no autocorrelation.
+    It is taken from the median rank, because some may be stalled. The largest changes of each rank's mean are
+    removed first: a rank that becomes late in these steps is no autocorrelation.
 
     Args:
-        lateness: by how much each rank is late in each step, in any unit (K, R).
+        lateness: lateness of each rank in each step, in any unit (K, R).
     """
     steps, count = lateness.shape
     scores = scores_of(lateness[:, :: -(-count // COMPARED)].astype(np.float64))
@@ -190,9 +192,9 @@ def stay_steps(correlation: Callable[[int], float], lags: int, least: float) -> 
     Return an integrated autocorrelation time in steps, ≥ 1.
 
     Args:
-        correlation: of a lag, from 1 on.
-        lags: those below this one count,
-        least: up to the first whose correlation is below this.
+        correlation: returns the correlation at a lag ≥ 1.
+        lags: only lags below this one count.
+        least: lags count up to the first one with a smaller correlation.
     """
     total = 1.0
     for lag in range(1, lags):
@@ -221,7 +223,10 @@ def _without_change(values: Float) -> Float:
 
 
 _LEAST, _MOST = 5.0, 40.0
-"""A rank is late by more than its level from so many standard errors on; of few levels, from more."""
+"""
+Number of standard errors above which a rank is later than its level explains; with few levels it grows from
+the first value to the second.
+"""
 _STAYS, _STAYS_SHARE = 6.0, 0.125
 """
 Work that stays for fewer steps is no level: it comes and goes, as turns that ranks take at a core. In few
@@ -255,13 +260,13 @@ _FEW_STEPS = 200
 
 def usually_alike(work: Float, late: Bool, lateness: Float) -> Bool:
     """
-    Return which ranks usually worked as the others do (len(lateness),): what they are late by now is no level
-    of theirs, however long others were late before.
+    Return which ranks usually worked as the others did (len(lateness),). Their present lateness is not a
+    level of work, however long other ranks were late before.
 
     Args:
-        work: what each rank works in each step, in any unit (K, R).
-        late: the ranks that are late now (R,).
-        lateness: by how much each of them is, in their order.
+        work: work of each rank in each step, in any unit (K, R).
+        late: whether each rank is late now (R,).
+        lateness: lateness of each late rank, in the order of the ranks.
     """
     blocks = len(work) // _BLOCK
     if blocks * _BLOCK < _ALIKE_STEPS or late.all():
@@ -277,14 +282,14 @@ def usually_alike(work: Float, late: Bool, lateness: Float) -> Bool:
 
 def least_lateness(work: Float, late: Bool, lateness: float, judged: int) -> float:
     """
-    Return by how much a rank must be late at least, on average over `judged` steps, to be so by more than
-    its level of work, in the unit of `work`.
+    Return the smallest mean lateness over `judged` steps that exceeds what a rank's level of work explains,
+    in the unit of `work`.
 
     Args:
-        work: what each rank works in each step, in any unit (K, R).
-        late: the ranks that may be late (R,); the others show what levels there are.
-        lateness: by how much they are late, > 0.
-        judged: the steps, of the newest of these, in which they may be late.
+        work: work of each rank in each step, in any unit (K, R).
+        late: whether each rank may be late (R,); the others show the levels.
+        lateness: lateness of these ranks, > 0.
+        judged: number of newest steps in which they may be late.
     """
     steps, peers = len(work), int(np.count_nonzero(~late))
     if not peers or steps < 3:
@@ -311,10 +316,10 @@ def least_lateness(work: Float, late: Bool, lateness: float, judged: int) -> flo
 
 def _apart(work: Float, late: Bool, most: float) -> Float:
     """
-    Return by how much each peer's work differs from what is usual (K, peers), limited to `most`.
+    Return by how much each peer's work differs from its usual work (K, peers), limited to `most`.
 
-    What all ranks have in common is not a difference. With few peers that is what they share with the late
-    ranks.
+    A change that all ranks share is not a difference. With few peers, it is the change that they share with
+    the late ranks.
     """
     theirs: Float = work[:, ~late].astype(np.float64)
     if theirs.shape[1] >= _FEW_PEERS:

@@ -1,15 +1,15 @@
 """
-Two runs: better, worse, or no difference; by how much, and which stage and ranks moved.
+Compares two runs: better, worse, or no difference; by how much, and which stage and ranks moved.
 
-Of each run there are replicates by a circular block bootstrap over its steps. Steps are correlated (a busy
-neighbour lasts for many of them), so whole blocks of consecutive steps are drawn. Circular blocks: Politis
-and Romano, "A circular block-resampling procedure for stationary data" (1992). Their length: Politis and
-White, "Automatic block-length selection for the dependent bootstrap" (2004), with the correction by Patton,
-Politis and White (2009).
+Replicates of each run are drawn by a circular block bootstrap over its steps. Steps are correlated (a busy
+neighbour slows many of them), so whole blocks of consecutive steps are drawn. Circular blocks: Politis and
+Romano, "A circular block-resampling procedure for stationary data" (1992). Block length: Politis and White,
+"Automatic block-length selection for the dependent bootstrap" (2004), with the correction by Patton, Politis
+and White (2009).
 
-An interval is of the steps of both runs: it covers how steps scatter, and that a run which drifts within
-itself differs by as much from the next. What is the same in all steps of a run and differs in the next
-(where it ran, what else ran there) is in no interval; for that there is `CompareLimits.least`.
+An interval comes from the steps of both runs. It covers the scatter of steps, and the assumption that a run
+which drifts differs by as much from the next run. An effect that is constant within a run and differs in the
+next (the node, other load on it) is in no interval; `CompareLimits.least` covers it.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _CELLS = 1 << 21
 """Largest number of values drawn at a time."""
 _OUTLIER_MADS = 5.0
 PARTS = 5
-"""Number of parts of a run. How much they differ shows how much the next run may."""
+"""Number of parts of a run. The differences between them show how much the next run may differ."""
 
 
 class Drawn(NamedTuple):
-    """Numbers of a run: `values` (Q,), and `replicates` (B, Q) of them."""
+    """Numbers of a run, `values` (Q,), and their `replicates` (B, Q)."""
 
     values: Float
     replicates: Float
@@ -58,7 +58,7 @@ def block_length(series: Float) -> int:
     """
     Return the block length, 1 to n ÷ 3, for drawing blocks of a series (n,).
 
-    A single slow step does not show how long steps remember each other, so outliers are clipped first.
+    A single slow step says nothing about the correlation of steps, so outliers are clipped first.
     """
     n = len(series)
     longest = max(1, int(min(3 * np.sqrt(n), n / 3)))
@@ -83,7 +83,7 @@ def block_length(series: Float) -> int:
 
 
 def _window(correlation: Float, n: int, quiet: int) -> int:
-    """Return twice the lag after which so many correlations in a row are as small as those of noise."""
+    """Return twice the lag after which `quiet` correlations in a row are as small as those of noise."""
     small = np.abs(correlation[1:]) < 2 * np.sqrt(np.log10(n) / n)
     for lag in range(len(small) - quiet + 1):
         if small[lag : lag + quiet].all():
@@ -126,7 +126,7 @@ def quantiles_of(series: Values, shares: tuple[float, ...], block: int, starts: 
 
 
 def error_of_means(columns: Values, block: int) -> Float:
-    """Return the standard error of the means of `columns` (n, …): that of all replicates there could be."""
+    """Return the standard error of the means of `columns` (n, …), over all possible replicates."""
     sums = _sums_of_blocks(columns, block) / block
     error: Float = np.sqrt(sums.var(axis=0) * block / len(columns)) * few_blocks(len(columns) / block)
     return error
@@ -140,29 +140,30 @@ def parts_of(n: int) -> list[slice]:
 
 def drift(of_parts: Values) -> Float:
     """
-    Return by how much the next run may differ, as a standard deviation (…): by as much as the fifths of this
-    one (5, …) differ from one another. What goes on around a run has no length at which it averages out.
+    Return by how much the next run may differ, as a standard deviation (…). It is estimated from the
+    differences between the fifths of this run (5, …). Outside influences on a run have no length over which
+    they average out.
     """
     deviation: Float = of_parts.std(axis=0, ddof=1)
     return deviation
 
 
 def few_blocks(blocks: float) -> float:
-    """Return the factor by which replicates of so many blocks scatter too little: √(m ÷ (m − 1))."""
+    """Return the factor by which replicates of `blocks` blocks scatter too little: √(m ÷ (m − 1))."""
     return float(np.sqrt(max(blocks, 2.0) / (max(blocks, 2.0) - 1)))
 
 
 def student(blocks: float, share: float) -> float:
     """
-    Return the quantile `share` of Student's t with one degree of freedom less than there are blocks, in
-    standard errors; by the expansion of Cornish and Fisher, within 2 % from four blocks on.
+    Return the quantile `share` of Student's t with `blocks` − 1 degrees of freedom, in standard errors. Uses
+    the expansion of Cornish and Fisher, which is within 2 % from four blocks on.
     """
     z, free = NormalDist().inv_cdf(share), max(blocks, 2.0) - 1
     return float(z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2))
 
 
 def _sums_of_blocks(columns: Values, length: int) -> Float:
-    """Return the sum of the `length` values that begin at each index (n, …), continuing at the beginning."""
+    """Return the sum of the `length` values that begin at each index (n, …), wrapping around at the end."""
     n = len(columns)
     around = np.concatenate([columns, columns[:length]], dtype=float)
     ends = np.concatenate([np.zeros((1, *columns.shape[1:])), np.cumsum(around, axis=0)])
@@ -216,8 +217,8 @@ def sampled(history: StepHistory, world: int, limits: CompareLimits = COMPARE) -
 
 def _drawn(sample: StepSample, exposed: Array, busy: Array, d: Array, limits: CompareLimits) -> StepSample:
     """
-    Return `sample` with what is drawn of `exposed` (C, 6), `busy` (R, C) and the ranks' stages `d` (R, C, 6),
-    ms.
+    Return `sample` with the numbers and replicates of `exposed` (C, 6), `busy` (R, C) and the ranks' stages
+    `d` (R, C, 6), in ms.
     """
     total = exposed.sum(axis=1)
     block = max(map(block_length, (total, *exposed.T)))
@@ -240,7 +241,10 @@ def _drawn(sample: StepSample, exposed: Array, busy: Array, d: Array, limits: Co
 
 
 def error_of(columns: Values, block: int) -> Float:
-    """Return the standard error of the means of `columns` (n, …) as those of one run among others."""
+    """
+    Return the standard error of the means of `columns` (n, …) that also covers the
+    difference between runs.
+    """
     parts = [columns[part].mean(axis=0, dtype=float) for part in parts_of(len(columns))]
     return np.hypot(error_of_means(columns, block), drift(np.array(parts)))
 
@@ -266,8 +270,8 @@ def _skew(busy: Float) -> Float:
 
 def _filled(values: Values) -> Values:
     """
-    Return values (R, C, …) in which unknown ones are replaced by the mean of the rank; NaN for a rank without
-    any.
+    Return values (R, C, …) with unknown ones replaced by the mean of the rank; NaN for a rank without any
+    known value.
     """
     known = ~np.isnan(values)
     count = known.sum(axis=1, keepdims=True)
@@ -328,8 +332,8 @@ class NumberChange(msgspec.Struct, frozen=True, kw_only=True):
 
 class RankChange(msgspec.Struct, frozen=True, kw_only=True):
     """
-    A rank in the stage that moved, in ms per step. `change` is what `b` took beyond what the change of all
-    other work explains.
+    A rank in the stage that moved, in ms per step. `change` is the additional time in `b` beyond what the
+    change of all other work explains.
     """
 
     rank: int
@@ -389,7 +393,10 @@ def compare_steps(
 def compare_memory(
     what: str, a: Sequence[MemorySeries], b: Sequence[MemorySeries], limits: CompareLimits = COMPARE
 ) -> NumberChange:
-    """Compare the memory of two runs: for each, the mean over the samples of the rank that has most."""
+    """
+    Compare the memory of two runs. For each run, the mean over the samples of the rank with the most memory
+    is used.
+    """
     lacks = [name for name, samples in (("A", a), ("B", b)) if not samples]
     if lacks:
         return NumberChange(what=what, unit="B", why=f"not measured in {' and '.join(lacks)}")
@@ -409,7 +416,7 @@ def compare_memory(
 
 
 def fact(what: str, unit: str, a: float | None, b: float | None) -> NumberChange:
-    """Return a number that is only shown, not judged: it is not known how far chance moves it."""
+    """Return a number that is only shown, not judged, because its variation by chance is not known."""
     a, b = (None if number is None or not np.isfinite(number) else float(number) for number in (a, b))
     known = a is not None and b is not None
     return NumberChange(
@@ -440,7 +447,10 @@ def _step_change(name: str, a: StepSample, b: StepSample, limits: CompareLimits)
 
 
 def _interval(index: int, a: StepSample, b: StepSample, apart: float, upper: float) -> tuple[float, float]:
-    """Return the interval of the difference of a number; `apart` is its difference in the two samples."""
+    """
+    Return the interval of the difference of a number. `apart` is the difference between
+    the two samples.
+    """
     blocks = min(sample.columns / sample.block for sample in (a, b))
     one, two = (sample.replicates[:, index] for sample in (a, b))
     drawn = np.random.default_rng(_PAIRED).permutation(two) - one - apart
@@ -510,8 +520,8 @@ def _verdict(
 
 def _waited(changes: Mapping[str, NumberChange], whole: NumberChange, limits: CompareLimits) -> str | None:
     """
-    Return `sync_wait` if it carries a difference that no rank's own work has: the exchange
-    itself is slower.
+    Return `sync_wait` if it explains a difference that no rank's own work has: the
+    exchange itself is slower.
     """
     waited, sign = changes["sync_wait"], 1 if whole.word == "worse" else -1
     least = limits.carries * abs(whole.change or 0.0)
@@ -536,11 +546,11 @@ class _Moved(NamedTuple):
 
 def _moved(a: StepSample, b: StepSample, alike: bool, limits: CompareLimits) -> _Moved | None:
     """
-    Return the stage that moved; None where there is nothing to compare it with.
+    Return the stage that moved; None if there is nothing to compare it with.
 
-    Beside other work, or on another machine, all that a rank does takes longer, by about the same factor. For
-    each stage that factor is taken from the others; the stage without which the others agree best is the one.
-    Waiting is left out: all others wait longer for a rank that has become late.
+    Beside other load, or on another machine, all work of a rank takes longer by about the same factor. For
+    each stage that factor is estimated from the other stages. The stage without which the others agree best
+    is the one that moved. Waiting is left out: all other ranks wait longer for a rank that has become late.
     """
     flags = a.flags | b.flags
     waits = {name for flag in (FLAG_NO_SPLIT, FLAG_INSEPARABLE) if flags & flag for name in _MERGED[flag]}

@@ -1,8 +1,9 @@
 """
-Which findings are named: one that lasts is an episode, with its beginning, its end and its whole cost.
+Decides which findings are named. A finding that lasts is an episode, with its beginning, its end and its
+whole cost.
 
-A finding of a single window may be over within a second; a named one has lasted. Time is the job's own,
-counted from its rows, so that a run is judged in the same way live and afterwards.
+A finding of a single window may be over within a second; a named one has lasted. Time is the job's own time,
+counted from its rows, so a run is judged in the same way live and afterwards.
 """
 
 from __future__ import annotations
@@ -57,10 +58,12 @@ _KEEPS = 0.9
 
 
 class Brief(msgspec.Struct, frozen=True, kw_only=True):
-    """Number of findings that ended before they were named, and their cost."""
+    """Findings that ended before they were named."""
 
     count: int = 0
+    """Number of these findings."""
     cost_s: float = 0.0
+    """Cost of these findings together (s)."""
 
 
 class AtEnd(NamedTuple):
@@ -80,15 +83,16 @@ def findings_of(verdict: Verdict) -> list[Verdict]:
 
 class Episodes:
     """
-    Turns the findings of single windows into the verdict in effect.
+    Derives the verdict in effect from the findings of single windows.
 
     A finding is **named** once it has lasted `hold_s` (`group_wide`: `hold_group_s`) and `hold_steps`, has
-    made the job wait for `hold_cost_s`, and (of ranks) is above the run's usual fluctuation (`usual_quantile`
-    of the windows before in which no rank was named). The name is taken back when no step has been late for
-    as long. Several that differ in rank or stage are named side by side: the headline is the one that costs
-    most of its time, the others are its `also`. In between the verdict stays as it was, with a note. Labels
-    without a name change after `hold_s`, except those that are shown `at_once`: so does `watching`, for what
-    has lasted for so long without meeting the other conditions of a name.
+    made the job wait for `hold_cost_s`, and (if it names ranks) is above the run's usual fluctuation
+    (`usual_quantile` of the earlier windows in which no rank was named). The name is withdrawn when no step
+    has been late for the same time. Findings that differ in rank or stage are named together: the headline is
+    the one that costs the largest share of its time, the others are its `also`. Until then the verdict stays
+    as it was, with a note. A label without a name changes after `hold_s`, except for labels that are shown
+    `at_once`. `watching` too is shown after `hold_s`: for a finding that has lasted that long without meeting
+    the other conditions of a name.
     """
 
     def __init__(self, thresholds: Thresholds) -> None:
@@ -128,7 +132,7 @@ class Episodes:
         """Whether too few rows came to know if the named finding continues."""
         self._ranks = 1
         self._steps = 0
-        """Steps of the run that chance is measured by."""
+        """Number of steps of the run by which chance is measured."""
 
     @property
     def episodes(self) -> list[Episode]:
@@ -149,14 +153,14 @@ class Episodes:
     def named_for_ns(self, step: int) -> int | None:
         """
         Return how long ago the finding that is named since `step` began, in ns of the job's time. None if
-        there is none.
+        there is no such finding.
         """
         began = [track.began_ns for track in self._named if track.began == step]
         return self.clock.now_ns - min(began) if began else None
 
     @property
     def followed(self) -> tuple[int, ...]:
-        """Ranks that are named; if none is, the ranks of the oldest candidate."""
+        """Named ranks. If no rank is named, the ranks of the oldest candidate."""
         tracks = self._named or self._candidates[:1]
         return tuple(sorted({rank for track in tracks for rank in track.verdict.ranks}))
 
@@ -176,10 +180,11 @@ class Episodes:
         past: PastSteps | None = None,
     ) -> Verdict:
         """
-        Return the verdict in effect after the `verdict` of the rules over `window`; `counts` once a stride.
+        Return the verdict in effect after the `verdict` of the rules over `window`. `counts` is True once per
+        stride.
 
-        `maybe` is a finding of it that is followed, but not named; `past` has the steps by which chance is
-        measured. The same window again changes nothing.
+        `maybe` is a finding of the window that is followed, but not named. `past` has the steps by which
+        chance is measured. Calling it again with the same window changes nothing.
         """
         if len(window.ranks) and self.clock.advance(window):
             if evidence is not None and not verdict.meaning.at_once:
@@ -237,9 +242,9 @@ class Episodes:
 
     def _begin(self, verdict: Verdict, evidence: Evidence) -> FindingTrack | None:
         """
-        Return a track of what has not been found before, from its first late step on.
+        Return a new track for a finding, from its first late step on.
 
-        None where the window shows it only by steps that are counted already.
+        None if the window shows it only by steps that are already counted.
         """
         first, last = int(self.clock.steps[0]), int(self.clock.steps[-1])
         self._counted = [pair for pair in self._counted if pair[1] >= first]
@@ -351,8 +356,8 @@ class Episodes:
 
     def _replaces(self, track: FindingTrack) -> bool:
         """
-        Whether `track` may be named. In place of one that names nearly the same only if it was found for as
-        long, and in two of three windows.
+        Whether `track` may be named. If it replaces a track that names nearly the same, it must have been
+        found for as long, and in two of three windows.
         """
         same = [named for named in self._named if alike(named.verdict, track.verdict)]
         if not same:
@@ -380,8 +385,8 @@ class Episodes:
 
     def _usual_level(self, verdict: Verdict) -> Float | None:
         """
-        Return the run's usual fluctuation by each of PATTERNS (3,). None if it is not known, or
-        not used.
+        Return the run's usual fluctuation for each of PATTERNS (3,). None if it is not
+        known, or not used.
         """
         if len(self._usual) < self._limits.usual_least or verdict.meaning.names == "all":
             return None  # what is measured from a baseline has no such windows

@@ -37,8 +37,8 @@ class Timing:
     """
     When the first cause is late.
 
-    `late` (S,) per step of the window; `began` is the place in it of the first late step, `None` when that is
-    before the window; `goes_on`: it has not stopped since.
+    `late` (S,) has one entry per step of the window. `began` is the index of the first late step; None: it is
+    before the window. `goes_on`: the cause has not stopped since.
     """
 
     late: Bool
@@ -53,10 +53,10 @@ class Timing:
 
 def late_steps(series: Float) -> Bool:
     """
-    Return the late steps (S,) of a series of excess: those above half of what is typical of a late step.
+    Return the late steps (S,) of a series of excess: those above half of the typical excess of a late step.
 
-    Typical is the size that splits the sum of all excess in halves (the median weighted by size): neither
-    a majority of punctual steps nor a few huge ones move it.
+    The typical excess is the size that splits the sum of all excess in halves (the median weighted by size).
+    Neither a majority of punctual steps nor a few huge ones move it.
     """
     ordered = np.sort(np.maximum(series, 0.0))
     passed = np.cumsum(ordered)
@@ -67,11 +67,11 @@ def late_steps(series: Float) -> Bool:
 
 def onset(late: Bool) -> int | None:
     """
-    Return the place at which `late` (S,) turns from mostly no to mostly yes, or `None`.
+    Return the index at which `late` (S,) changes from mostly False to mostly True, or None.
 
-    Least squares over all single splits; a split counts when at most 30 % are late before it, at
-    least 70 % from it on, and three or more steps follow. Only whether a step is late is used,
-    not by how much, so that one huge step moves nothing.
+    Least squares over all single splits. A split counts if at most 30 % of the steps before it are late, at
+    least 70 % from it on, and three or more steps follow. Only whether a step is late is used, not by how
+    much, so one huge step moves nothing.
     """
     count = len(late)
     if count < 2 * _LEAST:
@@ -92,9 +92,9 @@ class Frontier:
     """
     The slowest path through a window, in int64 ns.
 
-    `exposed` (K, 6) is how far each stage of each step moved the frontier, `slack` (K, R, 6) how
-    far each rank's own clock is behind the frontier's end, `leaders` (K, R, 6) where that
-    is 0. `total_ns` is the elapsed time of the window, exactly the sum of `exposed`.
+    `exposed` (K, 6) is how far each stage of each step moved the frontier. `slack` (K, R, 6) is how far each
+    rank's own clock is behind the frontier's end; `leaders` (K, R, 6) is True where it is 0. `total_ns` is
+    the elapsed time of the window, exactly the sum of `exposed`.
     """
 
     exposed: Int64
@@ -143,7 +143,7 @@ _KINDS_APART = 2.0
 """Two kinds of ranks differ by at least this multiple of the spread within a kind."""
 _FEW_RANKS = 3
 _TOGETHER = 0.3
-"""Correlation of the times of two ranks from which on one depends on the other."""
+"""Correlation of the times of two ranks above which one is taken to depend on the other."""
 _HOLDS = 0.6
 """Share of an excess that a stage must have taken to contain the excess."""
 
@@ -161,10 +161,10 @@ class Rows:
     """
     A window's rows made comparable between ranks.
 
-    `d` int64 ns (K, R, 6); `waits` (K, 6) marks the stages in which a rank waits for others, `synced` (K,)
-    the rows that end in a gradient exchange. Time in `d` is never lost: where a mark is missing on some rank,
-    the stages it separates are added up on every rank; so are those of `host`, and `leads` holds for all of
-    them.
+    `d` int64 ns (K, R, 6). `waits` (K, 6) marks the stages in which a rank waits for others, `synced` (K,)
+    the rows that end in a gradient exchange. Time in `d` is never lost: if a mark is missing on some rank,
+    the stages that it separates are added up on every rank. The same holds for `host`. `leads` then covers
+    all merged stages.
     """
 
     d: Int64
@@ -218,7 +218,7 @@ def mixed(window: Window, flag: int) -> Bool:
 
 
 def absurd(window: Window, thresholds: Thresholds) -> tuple[int, int] | None:
-    """Return the (key, rank) places of a row that is negative or longer than any step, or `None`."""
+    """Return the indices (key, rank) of a row that is negative or longer than any step, or None."""
     limit = thresholds.max_step_ns
     d = window.d
     if not d.size or (d.min() >= 0 and d.max() <= limit // d.shape[2]):
@@ -245,14 +245,14 @@ class Evidence:
     """
     Excess over peers in one window; K rows, S steps, R ranks.
 
-    `ref` int64 ns (K, 6): the lower median over ranks of a local stage, the least of a waiting
-    one (the real cost of the exchange). `excess` int64 ns (K, R, 6) = d − ref, 0 for waiting stages;
-    `by_step` (S, R, 6): that of whole steps. `persistent` (R, 6): its median over steps ÷ mean step.
-    `exposed_excess` (R, 6): what of it moved the frontier, shared among the leaders, ÷ elapsed time.
-    `local_ns` (K, R): sum of a rank's local stages, and what it waited for ranks of other roles.
+    `ref` int64 ns (K, 6): for a local stage the lower median over ranks, for a waiting stage the minimum (the
+    real cost of the exchange). `excess` int64 ns (K, R, 6) = d − ref, 0 for waiting stages. `by_step` (S, R,
+    6): excess of whole steps. `persistent` (R, 6): median of `by_step` over steps ÷ mean step.
+    `exposed_excess` (R, 6): the part of the excess that moved the frontier, shared among the leaders, ÷
+    elapsed time. `local_ns` (K, R): sum of a rank's local stages, and its waiting for ranks of other roles.
 
-    On a device clock `hosts` is the hosts' part, where it is known, and what a stage takes where the host is
-    late is held against the other hosts' time as well; `peers` is the evidence without that.
+    On a device clock, `hosts` is the part of the hosts, if it is known. A stage in which the host is late is
+    then compared with the other hosts' time as well; `peers` is the evidence without that.
     """
 
     window: Window
@@ -297,7 +297,7 @@ class Evidence:
 
     @cached_property
     def host_bound(self) -> bool | None:
-        """Whether devices wait for their hosts, None where that is not known."""
+        """Whether devices wait for their hosts; None: not known."""
         hosts = self.hosts
         return None if hosts is None else host_bound(hosts.late_share) or bool(hosts.follows.any())
 
@@ -317,7 +317,7 @@ class Evidence:
         return self.total_ns / len(self.window.starts)
 
     def uneven(self, *causes: Cause) -> float:
-        """Return what evening out the ranks' work saves, as a share of the time, 0..1, see `uneven_ns`."""
+        """Return what evening out the ranks' work saves, as a share of the time (0..1), see `uneven_ns`."""
         return max(0.0, float(self.uneven_ns(*causes).sum()) / self.total_ns)
 
     def replay_ns(self) -> int:
@@ -327,9 +327,10 @@ class Evidence:
 
     def waited_ns(self, *causes: Cause) -> Int64:
         """
-        Return by how much `causes` make each row longer, ns (K,); the sum is what `gain` is a share of.
+        Return by how much `causes` make each row longer, ns (K,). `gain` is the sum of these as a share of
+        the time.
 
-        Where rows have no exchange, all of it is at the next row that has one.
+        If rows have no exchange, all of it is attributed to the next row that has one.
         """
         waited = np.zeros(len(self.window.keys), dtype=np.int64)
         arrivals, last = self._unfixed
@@ -343,10 +344,10 @@ class Evidence:
 
     def uneven_ns(self, *causes: Cause) -> Int64:
         """
-        Return by how much a row is longer because ranks have unequal work in it, ns (K,), with `causes`
+        Return by how much each row is longer because ranks have unequal work, ns (K,), as if `causes` were
         fixed.
 
-        It is what the last rank works beyond the mean of all of them, at the rows that have an exchange.
+        It is the work of the last rank beyond the mean of all ranks, at the rows that have an exchange.
         """
         waited, local = np.zeros(len(self.window.keys), dtype=np.int64), self.fixed_ns(causes)
         _, last = self._unfixed
@@ -391,10 +392,10 @@ class Evidence:
 
     def _times(self, cause: Cause, peers: Bool) -> Int64:
         """
-        Return what ranks are compared by in the stage of `cause`, ns (K, R): their excess.
+        Return the values by which ranks are compared in the stage of `cause`, ns (K, R): their excess.
 
-        Of two or three ranks the reference is mostly one of the peers, so their excess shows too little of
-        how much they vary by chance. Their times are compared, where one does not depend on the other.
+        With two or three ranks the reference is mostly one of the peers, so their excess shows too little of
+        their variation by chance. Then their times are compared, if one does not depend on the other.
         """
         excess = self.excess[:, :, cause.stage]
         one_a_step = self.rows.synced.all() and len(self.window.starts) == len(self.window.keys)
@@ -407,8 +408,8 @@ class Evidence:
 
     def _arrivals(self, local: Int64) -> Int64:
         """
-        Return how long the last rank works until each exchange, ns (S,), by what ranks work in each row (K,
-        R).
+        Return how long the last rank works until each exchange, ns (S,), from the work of the ranks in each
+        row (K, R).
         """
         starts = self._exchange_starts
         if not self.rows.synced.all():
@@ -426,8 +427,9 @@ class Evidence:
 
     def seen_in(self, cause: Cause) -> int:
         """
-        Return the stage in which the ranks of `cause` themselves have their excess, where a mark that others
-        lack has merged stages: the only one of them that can hold it, else the one they are merged into.
+        Return the stage in which the ranks of `cause` themselves have their excess, if a mark that other
+        ranks lack has merged stages. It is the only merged stage that can hold the excess, else the stage
+        that they are merged into.
         """
         series, places = self.series(cause), list(cause.places)
         late = late_steps(series)
@@ -444,8 +446,9 @@ class Evidence:
 
     def compared_in(self, stage: int, places: Sequence[int]) -> int:
         """
-        Return the stage of the compared rows that has the time of `stage`, as `seen_in` names it, for the
-        ranks at `places`: the one it is merged into, where that holds for most of its time, else itself.
+        Return the stage of the compared rows that contains the time of `stage`, as `seen_in` names it, for
+        the ranks at `places`. It is the stage that `stage` is merged into, if that holds for most of its
+        time; else `stage` itself.
         """
         if self.rows.d is self.window.d or not len(places):
             return stage
@@ -456,7 +459,10 @@ class Evidence:
         return max(into, key=lambda s: int(compared[s] - own_ns[s]))
 
     def series(self, *causes: Cause) -> Float:
-        """Return the excess of causes of the same ranks step by step, ns (S,): the mean over these ranks."""
+        """
+        Return the excess of causes of the same ranks for each step, ns (S,), as the mean
+        over these ranks.
+        """
         stages = [cause.stage for cause in causes]
         series: Float = self.by_step[:, list(causes[0].places)][:, :, stages].sum(axis=2).mean(axis=1)
         return series
@@ -527,8 +533,9 @@ def _median(values: Int64) -> Float:
 
 def _with_hosts(evidence: Evidence, hosts: Hosts) -> Evidence:
     """
-    Return the evidence with what a device waited for its own host charged to the stages in which the host
-    took longer than the other hosts do, and to none where it did not: one host is always last.
+    Return the evidence in which a device's wait for its own host is charged to the stages in which the host
+    took longer than the other hosts do. If it took no longer, it is charged to no stage: one host is always
+    last.
     """
     host, suspects = evidence.rows.host, evidence.persistent >= HOSTS.suspect
     lasts_ns: Float = evidence.persistent * evidence.mean_step_ns
@@ -573,12 +580,12 @@ def _with_hosts(evidence: Evidence, hosts: Hosts) -> Evidence:
 
 def _faster_kind(local_ns: Int64, total_ns: int) -> Bool | None:
     """
-    Return which ranks are of the faster kind, where there are two and most ranks are of the slower one: the
-    gap between them is large beside what ranks of a kind differ by. None where there are not.
+    Return which ranks are of the faster kind, if there are two kinds and most ranks are of the slower one:
+    the gap between the kinds is large compared with the differences within a kind. Else None.
 
     Args:
-        local_ns: what each rank works in each row, ns (R, K).
-        total_ns: elapsed time.
+        local_ns: work of each rank in each row, ns (R, K).
+        total_ns: elapsed time, ns.
     """
     ranks, rows = local_ns.shape
     if ranks < _KINDS_RANKS:
@@ -597,8 +604,8 @@ def _faster_kind(local_ns: Int64, total_ns: int) -> Bool | None:
 
 def _reference(rows: Rows, faster: Bool | None = None) -> Int64:
     """
-    Return the cost of each stage when no rank is late, in ns (K, 6). If there are two kinds of ranks, that of
-    the `faster` kind.
+    Return the cost of each stage when no rank is late, in ns (K, 6). If there are two kinds of ranks, it is
+    the cost for the `faster` kind.
     """
     steps, ranks, stages = rows.d.shape
     middle, columns = (ranks - 1) // 2, np.empty((steps, stages, ranks), np.int64)
@@ -613,7 +620,10 @@ def _reference(rows: Rows, faster: Bool | None = None) -> Int64:
 
 
 def _exposed_excess(frontier: Frontier, ref: Int64, local: Bool) -> Float:
-    """Return E (R, 6): exposed time above the reference, shared among its leaders, ÷ T."""
+    """
+    Return exposed time above the reference, shared among its leaders, as a share of the
+    elapsed time: (R, 6).
+    """
     above = np.where(local, np.maximum(frontier.exposed - ref, 0), 0)
     leaders = frontier.leaders
     total: Float = np.einsum("krs,ks->rs", leaders, above / leaders.sum(axis=1)) / frontier.total_ns

@@ -30,9 +30,9 @@ ColumnUnit = Literal[
     "known ms", "known duration", "known percent",
 ]  # fmt: skip
 """
-What the values of a column are: of the first line text, which stands at the left, and lines (numbers by
-step), which a face that cannot draw leaves out. `date` is a moment in the timezone of the face. `figures` are
-written already; of what is `known` nothing is written where it is not known, in place of "n/a".
+Units of the values of a column. Those of the first line are text, aligned to the left, and lines (numbers by
+step), which a renderer that cannot draw leaves out. `date` is a moment in the timezone of the renderer.
+`figures` are already formatted. `known` values are left empty if they are not known, instead of "n/a".
 """
 _WRITTEN: dict[str, Callable[[Any], str]] = {
     "words": lambda value: "" if value is None else str(value),

@@ -21,7 +21,7 @@ TONES = {
     "good": "green", "notice": "yellow", "warning": "bold yellow", "critical": "bold red",
     "info": "", "unsure": "",
 }  # fmt: skip
-"""Style by tone or severity."""
+"""Style of each tone or severity."""
 MARK, QUIET, HEAD = "bold yellow", "dim", "bold"
 _GAP = 2
 
