@@ -1,8 +1,8 @@
 """
-A job that hangs: from the positions of all ranks to the ranks that block the others.
+Finds the ranks that block the others in a job that hangs, from the positions of all ranks.
 
-No rank closes a row any more. If some ranks wait in the exchange of gradients and others do not, the least
-advanced of the others block; if all wait for different things, the smallest group blocks.
+In a hang no rank closes a row any more. If some ranks wait in the exchange of gradients and others do not,
+the least advanced of the others block. If all wait for different things, the smallest group blocks.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class RankPosition:
     """
     The position of one rank.
 
-    `elapsed_s` is the time since it entered `stage`, `span` the one open inside of it, for `span_s`.
-    `silent_s`: its agent has not answered for so long although its process exists; then `state` is its
-    state in the kernel. Its agent's answer adds `where` it is in the user's code, in which `call` of
-    torch.distributed, and its whole `stack`.
+    `elapsed_s` is the time since the rank entered `stage`. `span` is the open span inside the stage, entered
+    `span_s` ago. `silent_s` is the time for which its agent has not answered although its process exists;
+    `state` is then the process's state in the kernel. If the agent answers, it adds `where` the rank is in
+    the user's code, the `call` of torch.distributed it is in, and its whole `stack`.
     """
 
     rank: int
@@ -134,8 +134,8 @@ def _is_stopped(place: RankPosition) -> bool:
 
 def _blocking(places: Sequence[RankPosition], answering: Sequence[RankPosition]) -> list[RankPosition]:
     """
-    Return the ranks that block: those that do not answer; else the least advanced; else those that wait for
-    something else.
+    Return the ranks that block: those that do not answer; if all answer, the least advanced; if all are
+    equally far, those that wait for something else.
     """
     silent = [place for place in places if place.silent_s is not None]
     working = [place for place in answering if not place.waits]
@@ -255,8 +255,8 @@ def hangs(verdicts: Iterable[dict[str, Any]]) -> list[Verdict]:
 
 def still_open(verdicts: Sequence[Verdict], status: str | None) -> Verdict | None:
     """
-    Return the hang in which the run ended, or is at present.
+    Return the hang that the run is in, or ended in.
 
-    Deaths after it (a collective's time-out, a person who ended the job) only followed from it.
+    Deaths after it (a collective's time-out, a person who ended the job) are only its consequences.
     """
     return verdicts[-1] if verdicts and verdicts[-1].lasted_s is None and status != "finished" else None

@@ -1,6 +1,6 @@
 """
-Verdicts over a run: those of its windows merged into changes, and one over all of it, with what its
-episodes and its sampled steps have cost of its time.
+Verdicts over a run: the verdicts of its windows merged into changes, and one verdict over the whole run, with
+the share of its time that its episodes and its sampled steps have cost.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from traceml_ray.analysis.window import Float, Int64, Window, joined
 @dataclass(frozen=True)
 class Sample:
     """
-    The sampled steps of a run that are judged together: spread evenly over it up to `spread_to`, then every
-    one.
+    Sampled steps of a run that are judged together. They are spread evenly over the run up to `spread_to`;
+    after that, every step is sampled.
 
-    `elapsed_ns` is the time of the run that they are a sample of.
+    `elapsed_ns` is the time of the run that the sample represents.
     """
 
     window: Window
@@ -49,7 +49,7 @@ class Sample:
 
     def weights(self, steps: Int64, stride: int) -> Float:
         """
-        Return the number of steps of the run that each of `steps` (S,) stands for. One step in `stride` has
+        Return the number of steps of the run that each of `steps` (S,) represents. One step in `stride` has
         times.
         """
         window = self.window
@@ -77,20 +77,20 @@ def findings_of_run(
     limits: Thresholds,
 ) -> list[Verdict]:
     """
-    Return what the run has lost most of its time to, the costliest first.
+    Return the findings to which the run has lost most of its time, the costliest first.
 
-    A cause counts with what its `episodes` cost. What only the sample shows, and unequal work, which goes on
-    between its episodes, counts with what the steps of the sample, and those that they stand for, lost to it.
-    Each must be `min_drift` of the run's time, or as much as the rules ask for where they find it in the
-    whole sample.
+    A cause counts with the cost of its `episodes`. For a finding that only the sample shows, and for unequal
+    work, which continues between its episodes, the cost is estimated from the steps of the sample and the
+    steps that they represent. Each finding must cost `min_drift` of the run's time, or as much as the rules
+    require if they find it in the whole sample.
 
     Args:
-        episodes: that were named.
-        sampled: what the rules find in the sample.
-        evidence: in the sample.
-        sample: of the run's steps.
-        clock: of the run.
-        limits: of the verdict.
+        episodes: named episodes of the run.
+        sampled: findings of the rules in the sample.
+        evidence: evidence in the sample.
+        sample: sample of the run's steps.
+        clock: clock of the run.
+        limits: limits of the verdict.
     """
     elapsed_s, ranks = max(clock.now_ns / 1e9, 1e-9), sample.window.expected
     causes = []
@@ -124,8 +124,9 @@ def findings_of_run(
 
 def recurring(brief: Sequence[Recurring], clock: Clock, limits: Thresholds) -> list[Episode]:
     """
-    Return, as one episode each, findings that recurred without being named: those that cost at least
-    `transient_excess` of the run, and `transient_share` of what all ranks lost in that way in the stage.
+    Return findings that recurred without being named, as one episode each. They cost at least
+    `transient_excess` of the run, and `transient_share` of the time that all ranks lost in the same way in
+    the stage.
     """
     episodes = []
     for one in brief:
@@ -146,8 +147,9 @@ def _lost_s(finding: Verdict, evidence: Evidence, sample: Sample, clock: Clock) 
 
 def _grouped(episodes: Sequence[Episode]) -> list[list[Episode]]:
     """
-    Return the episodes of each cause, the costliest first. What was named in two stages for a while, and in
-    one of them before, is one cause, as it is one episode where the one follows the other.
+    Return the episodes of each cause, the costliest first. If a cause was named in two stages for a while,
+    and earlier in only one of these, it is one cause, just as it is one episode if one directly follows the
+    other.
     """
     groups: list[list[Episode]] = []
     for episode in episodes:
@@ -183,8 +185,8 @@ def _of_episodes(
     group: Sequence[Episode], sampled: Sequence[Verdict], cost_s: float, elapsed_s: float, ranks: int
 ) -> Verdict:
     """
-    Return the finding that the episodes of one cause add up to, worded as in the sample if the sample shows
-    it.
+    Return the finding that the episodes of one cause add up to. Its words are those of the sample, if the
+    sample shows it.
     """
     worst = group[0]
     known = next((one for one in sampled if same(one, worst)), None)
@@ -238,17 +240,17 @@ class RunJudge:
     """
     Judges one attempt of a run window by window, live or afterwards, in bounded memory.
 
-    `update` takes the last `window_steps` complete steps, in order and at any interval: the aggregator calls
-    it once a second, `Replay` every `stride_steps`. Steps before `first_step + warmup_steps` are left out
-    (`first_step`: the run's, else the first one seen).
+    `update` receives the last `window_steps` complete steps, in order and at any interval: the aggregator
+    calls it once a second, `Replay` every `stride_steps`. Steps before `first_step + warmup_steps` are left
+    out (`first_step`: the run's, else the first one seen).
 
-    `periods` are the changes of verdict so far, oldest first (the last 1000). `run_verdict` judges a sample:
-    every window that shares no step with the one before it is kept until there are `run_steps` steps
-    (or `run_rows` rows); then every second is dropped and from there on only every second taken,
-    and so on, so that the sample is spread evenly over the run however long it gets.
+    `periods` are the changes of verdict so far, oldest first (the last 1000). `run_verdict` judges a sample.
+    Every window that shares no step with the previous one is kept until there are `run_steps` steps (or
+    `run_rows` rows). Then every second one is dropped, and from then on only every second one is kept, and so
+    on. The sample is therefore spread evenly over a run of any length.
 
-    `baseline` is what drift is measured from: the one given, else learned from the first healthy windows
-    (healthy, high confidence); another size of the job makes a learned one void.
+    Drift is measured from `baseline`: the given one, else one learned from the first healthy windows
+    (healthy, high confidence). If the size of the job changes, a learned baseline is discarded.
     """
 
     def __init__(
@@ -270,7 +272,10 @@ class RunJudge:
         self._counted_to: int | None = None
         self._judged_to: int | None = None
         self._same_ranks_from = self._same_ranks_ns = 0
-        """Step from which on the set of ranks is the present one; `_same_ranks_ns` is its time."""
+        """
+        Step since which the set of ranks has been the present one. `_same_ranks_ns` is
+        the time of that step.
+        """
         self._past = PastSteps()
         self._recent: deque[Verdict] = deque(maxlen=thresholds.chronic_windows)
         self._totals: Counter[tuple[str, str | None, int | None]] = Counter()
@@ -285,18 +290,18 @@ class RunJudge:
 
     def resume(self, state: tuple[int | None, int | None, Episodes]) -> None:
         """
-        Continue from the `state` of another judge: its episodes and their cost. `periods` and
-        `run_verdict` are of the windows since then.
+        Continue from the `state` of another judge, with its episodes and their cost. `periods` and
+        `run_verdict` cover only the windows since then.
         """
         self._first_step, self._judged_to, self.episodes = state
         self._same_ranks_ns = self.episodes.clock.now_ns
 
     def update(self, window: Window) -> Verdict:
         """
-        Judge `window`; return the verdict in effect, see `Episodes`.
+        Judge `window` and return the verdict in effect, see `Episodes`.
 
-        In one longer than `window_steps`, every window of that length that ends at a new step,
-        `stride_steps` apart, is judged. `chronic` is by the share of the last `chronic_windows` windows.
+        In a window longer than `window_steps`, every window of that length that ends at a new step is judged,
+        `stride_steps` apart. `chronic` depends on the share of the last `chronic_windows` windows.
         """
         window = self._warm(window)
         size, stride = self._thresholds.window_steps, self._thresholds.stride_steps
@@ -351,9 +356,9 @@ class RunJudge:
 
     def run_verdict(self) -> Verdict:
         """
-        Judge the whole run so far, after warm-up, with `chronic` from its share of all windows.
+        Judge the whole run so far, after warm-up. `chronic` depends on its share of all windows.
 
-        After a change in the set of ranks, the run since then.
+        After a change in the set of ranks, only the run since then is judged.
         """
         window = self.sample()
         if window is None or self._short(window):
@@ -503,11 +508,11 @@ _COSTS = (
 
 class Replay:
     """
-    Judges a recorded run of about `steps` steps the way it is judged live, from pieces of any size.
+    Judges a recorded run of about `steps` steps as it is judged live, from pieces of any size.
 
-    Windows of `window_steps` slide by `stride_steps` (more in runs of over 20,000 steps, so that
-    there are at most 2000 windows); the first is judged from `first_window_steps` on. Of a run that goes on
-    `steps` is None: they slide by more from 20,000 steps on.
+    Windows of `window_steps` slide by `stride_steps` (more in runs of over 20,000 steps, so that there are at
+    most 2000 windows). The first window is judged from `first_window_steps` on. For a run that continues,
+    `steps` is None, and windows slide by more from 20,000 steps on.
     """
 
     def __init__(
@@ -531,7 +536,7 @@ class Replay:
         self._due = self._due if self._judged else min(self._steps, self._due)
 
     def add(self, piece: Window) -> None:
-        """Take the steps that follow."""
+        """Add the next steps."""
         window = piece if self._tail is None else joined([self._tail, piece])
         edges = [*window.starts.tolist(), len(window.keys)]
         self._seen += len(piece.starts)

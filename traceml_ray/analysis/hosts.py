@@ -1,7 +1,8 @@
 """
-The hosts behind rows of device events: where a device waited for its own host, and what the hosts need.
+The host's part of rows that are timed by device events: where a device waited for its own host, and the time
+that the hosts need.
 
-All of it is ours; `docs/method.md`, "On a device clock".
+All of it is our own method; see `docs/method.md`, "On a device clock".
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ class Hosts:
     """
     The host's part of a window of device rows; K rows, R ranks. `leads` uint8 (K, R, 3), bit s for stage s.
 
-    `late`: at both ends of the stage the device had caught up with its host. `full`: the launch queue was
-    full, so the host's time is the device's. `sure`: the host left the stage before the device began with it,
-    so it did not wait for the device in it. `usual` int64 ns (R, 6): the median that a stage takes the rank's
-    host. `ref` (6,): what it takes a host that is not late, the lower median over ranks; not more than any
-    host needs that is not ahead of its device, because one that is may wait for room in its launch queue.
-    `certain` (6,): no host waits for its device in the stage in another way.
+    `late`: the device had caught up with its host at both ends of the stage. `full`: the launch queue was
+    full, so the host's time is the device's. `sure`: the host left the stage before the device began it, so
+    it did not wait for the device in the stage. `usual` int64 ns (R, 6): median time of each rank's host in
+    each stage. `ref` (6,): time of a host that is not late, the lower median over ranks. It is at most the
+    time of any host that is not ahead of its device, because a host that is ahead may wait for room in its
+    launch queue. `certain` (6,): no host waits for its device in the stage in another way.
     """
 
     leads: UInt8
@@ -46,7 +47,7 @@ class Hosts:
     """Reference of each row's segment, in ns (K, 6). `usual` and `ref` are for whole steps."""
     floor_ns: Int64
     """
-    Time that the hosts need for each row whatever the devices do, in ns (K,): the sum of the `certain`
+    Time that the hosts need for each row independent of the devices, in ns (K,): the sum of the `certain`
     stages.
     """
     pace_ns: Int64
@@ -59,8 +60,8 @@ class Hosts:
     """Where it is not known whether host or device waits for the other (R, 6)."""
     inside: bool = False
     """
-    Whether ranks also wait for each other inside forward and backward: then these end before the next stage
-    begins.
+    Whether ranks also wait for each other inside forward and backward. These stages then end before the next
+    stage begins.
     """
 
     def late(self, stage: int) -> Bool:
@@ -70,21 +71,21 @@ class Hosts:
 
     def unsure(self, starts: Int64) -> UInt8:
         """
-        Return the stages (bits; per step, S × R) in which the host may still have been when its device began
-        them.
+        Return the stages in which the host may still have been when its device began them (bits; for each
+        step, S × R).
         """
         unsure: UInt8 = np.bitwise_or.reduceat(~self.leads[:, :, SURE], starts, axis=0)
         return unsure
 
     def starved(self, stage: int) -> Bool:
         """
-        Return where the device may have waited for its host in `stage`, and most of its peers' have not
-        (K, R): it had caught up with it by the end (the host is late in the stage or, if no host waits for
-        its device there, in the next one, or the device `follows` it), and the host had not left the stage
-        before the device began it.
+        Return where the device may have waited for its host in `stage`, and most of its peers have not (K,
+        R). The device had caught up with its host by the end of the stage: the host is late in the stage or,
+        if no host waits for its device there, in the next one, or the device `follows` it. And the host had
+        not left the stage before the device began it.
 
-        Where most hosts are late in the stage, the reference is that of one whose device waits, too; where
-        they were when it began, that none had a lead to use up.
+        If most hosts are late in the stage, the reference is a host whose device waits too. If most were late
+        when it began, no host had a lead to use up.
         """
         late = self.late(stage)
         most = _most(late) | (_most(self.late(stage - 1)) if stage else False)
@@ -178,7 +179,7 @@ def merged_leads(leads: UInt8, merges: Sequence[tuple[Bool, tuple[int, ...]]]) -
 
 
 def _most(which: Bool) -> Bool:
-    """Return the rows (K,) in which the lower median of `which` (K, R) is one of them."""
+    """Return the rows (K,) in which `which` (K, R) is True for the lower median rank."""
     most: Bool = which.shape[1] - which.sum(axis=1) <= (which.shape[1] - 1) // 2
     return most
 
@@ -201,15 +202,15 @@ def following(
     host: Int64, d: Int64, unsure: UInt8, certain: Bool, excess: Float, suspects: Bool
 ) -> tuple[Bool, Bool]:
     """
-    Return in which of the stages `suspects` (R, 6) it is the device that waits for its host although no mark
-    shows it, and in which that is not known because most hosts wait for theirs. `host` and `d` are of steps
-    (S, R, 6), `unsure` as in `Hosts`, `excess` (R, 6) is the lasting one, ns.
+    Return the stages among `suspects` (R, 6) in which the device waits for its host although no mark shows
+    it, and those in which this is not known because most hosts wait for their devices. `host` and `d` are
+    times of steps (S, R, 6), `unsure` is as in `Hosts`, `excess` (R, 6) is the lasting excess, ns.
 
-    Such a device began the stage with too small a lead to be done before (`unsure`), and takes no longer than
-    its host and then its last kernel do. How long that kernel is, the rows do not tell. In a `certain` stage
-    that most others begin with their lead, it is at most what those take: what this one takes beyond them is
-    then no longer than its host, and that is enough. Elsewhere it takes no longer than its host, and varies
-    more: it has the other's time in its own, and the lead at the beginning as well.
+    Such a device began the stage with too small a lead to finish it (`unsure`), and takes no longer than its
+    host plus its last kernel. The rows do not show how long that kernel is. In a `certain` stage that most
+    other devices begin with their lead, the kernel takes at most as long as these devices. If the excess over
+    them is no longer than its host, that is sufficient. Elsewhere the device must take no longer than its
+    host, and vary more: its time includes the host's time, and the lead at the beginning.
     """
     follows, unknown = np.zeros_like(suspects), np.zeros_like(suspects)
     for stage in np.flatnonzero(suspects.any(axis=0)):
@@ -238,13 +239,14 @@ def following(
 
 def held(host: Int64, d: Int64, hosts: Hosts) -> int | None:
     """
-    Return the stage in which hosts wait for their devices although no mark shows it; both (K, R, 6).
+    Return the stage in which hosts wait for their devices although no mark shows it; both arrays are (K, R,
+    6).
 
-    Somewhere in its step a host with a full launch queue waits until its device has made room, some steps
-    back. From there to the same place in the next step it takes as long as the device does, and what varies
-    elsewhere is made up for by that stage. So it waits in the stage where the variance of the one less the
-    other is well below what the variances of its own times add up to: in the median of the ranks whose host
-    is not late; in the stage alone, if it varies more there than its device.
+    At some point of its step, a host with a full launch queue waits until its device has made room, some
+    steps behind. From that point to the same point of the next step it takes as long as the device, so that
+    stage compensates the variation of the other stages. The host therefore waits in the stage for which the
+    variance of the difference is well below the sum of the variances of its own times: in the median of the
+    ranks whose host is not late, and, for the stage alone, if it varies more there than its device.
     """
     host, d = host[-HOSTS.compared_rows :], d[-HOSTS.compared_rows :]
     bound = _bound(hosts.late_share)
@@ -260,8 +262,9 @@ def held(host: Int64, d: Int64, hosts: Hosts) -> int | None:
 
 def _apart(host: Int64, d: Int64, stage: int) -> float:
     """
-    Return by how much steps of hosts, from the end of `stage` to its end, vary less those of their devices,
-    from any mark to the same some steps before; ÷ what the host's own times vary by.
+    Return how much less the steps of hosts, each from the end of `stage` to its next end, vary when those of
+    their devices are subtracted (from any mark to the same mark some steps before), as a share of the
+    variation of the host's own times.
     """
     rows, ranks, _ = host.shape
     (excess, of_host), (_, of_device) = (

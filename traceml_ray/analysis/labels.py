@@ -1,4 +1,4 @@
-"""The labels of a verdict, one table: rules, episodes, reports, pages and docs follow from it."""
+"""The table of the labels of a verdict. Rules, episodes, reports, pages and docs use it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Meaning(NamedTuple):
 
     kind: Kind
     """
-    A finding makes steps longer; it must last before it is named, and has a cost; until then it is watched.
-    An abstention says why nothing can be named. A failure ends steps.
+    Kind of the label. A finding makes steps longer and has a cost; it must last before it is named, and is
+    watched until then. An abstention says why nothing can be named. A failure ends steps.
     """
     names: Literal["ranks", "all", "none"]
     """
-    Whom the label names. `all`: the ranks are slower together, measured from a baseline, not
-    from peers.
+    Ranks that the label names. `all`: the ranks are slower together, measured from a baseline, not from
+    peers.
     """
     means: str
     next: str

@@ -1,8 +1,8 @@
 """
-Which ranks are late in most steps: by enough to count, and more often than by chance.
+Finds the ranks that are late in most steps, by enough to count, and more often than by chance.
 
-It is judged over the newest steps of a run, of which there are more than a window has. Where chance may
-explain a late rank, it is said how much more often it would have to be late.
+Chance is measured over the newest steps of a run, which are more than those of a window. If chance may
+explain a late rank, the result says how much more often the rank would have to be late.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class PastSteps:
     pieces: tuple[tuple[_Float32, _Float32, Float], ...] = ()
     _stays: dict[int | None, float] = field(default_factory=dict, compare=False)
     _continued: list[tuple[Int64, PastSteps]] = field(default_factory=list, compare=False)
-    """What `then` made last, and of which excess: rules, doubts and the history of a run ask for the same."""
+    """
+    Last results of `then`, each with the excess it was made from. Rules, doubts and the history of a run ask
+    for the same result.
+    """
 
     def __len__(self) -> int:
         return self._steps
@@ -92,11 +95,11 @@ class PastSteps:
 
     def work(self, stage: int | None, columns: Int64) -> Float:
         """
-        Return what ranks worked in a stage (None: in all local ones) in all steps, ns (L, C).
+        Return the work of ranks in a stage (None: in all local ones) in all steps, ns (L, C).
 
         Args:
-            stage: a local one, or None.
-            columns: the ranks, by their places (C,).
+            stage: a local stage, or None.
+            columns: indices of the ranks (C,).
         """
         parts = []
         for excess, usual, _ in self.pieces:
@@ -171,9 +174,9 @@ def late_ranks(
     """
     Return the ranks that are late out of a stage, or out of several together, the largest excess first.
 
-    Where ranks have unequal work, more steps than those of the window are looked at, too. `usual` is of a
-    longer window, with which the newest steps are compared. One that is shorter than the first one of a run
-    is not held against chance.
+    If ranks have unequal work, more steps than those of the window are used too. `usual` is the evidence of a
+    longer window, with which the newest steps are compared. A window shorter than the first one of a run is
+    not tested against chance.
     """
     steps = len(evidence.window.starts)
     asks = usual is not None or steps >= thresholds.first_window_steps
@@ -197,8 +200,8 @@ def late_ranks(
 
 def with_second_stage(late: Late, evidence: Evidence, thresholds: Thresholds) -> tuple[Late, bool]:
     """
-    Return `late` with another stage that the same ranks are late out of, and whether it is one cause with the
-    first: forward and backward are, on a device that is slow.
+    Return `late` with another stage that the same ranks are late out of, and whether the two are one cause.
+    Forward and backward are one cause on a slow device.
     """
     stage, places = late.causes[0].stage, list(late.places)
     if len(late.causes) > 1:
@@ -229,7 +232,10 @@ def _slows_alike(evidence: Evidence, places: list[int]) -> bool:
 
 
 def compared(ranks: int, candidates: Int64) -> Int64:
-    """Return the indices of the ranks to compare: `candidates`, and all others; of very many others, some."""
+    """
+    Return the indices of the ranks to compare: `candidates` and all others. If there are very many others,
+    only some.
+    """
     stride = -(-ranks // _COMPARED)
     return np.arange(ranks) if stride == 1 else np.union1d(candidates, np.arange(0, ranks, stride))
 
@@ -241,9 +247,9 @@ def _overlap(one: Late, other: Late) -> bool:
 @dataclass(frozen=True)
 class _Steps:
     """
-    Some steps: the excess of each rank in each local stage, in ns (K, R, 5), its median as a share of the
-    step (R, 5), and the excess in these and earlier steps, which shows what is chance (None: chance is not
-    considered).
+    Steps that are tested: the excess of each rank in each local stage, in ns (K, R, 5), its median as a share
+    of the step (R, 5), and the excess in these and earlier steps, which shows the effect of chance (None:
+    chance is not considered).
     """
 
     excess: Float | Int64
@@ -252,10 +258,13 @@ class _Steps:
     past: PastSteps
     usual: Float | Int64 | None
     sums: Float | Int64 | None = None
-    """The excess out of all stages together (K, R), where it is known already."""
+    """Excess out of all stages together (K, R); None: not computed yet."""
 
     def late(self, thresholds: Thresholds, *, of_sums: bool) -> list[Late]:
-        """Return the late ranks of each stage and, `of_sums`, those that only the sum of stages shows."""
+        """
+        Return the late ranks of each stage. With `of_sums`, also those that only the sum
+        of the stages shows.
+        """
         result = []
         for stage in np.flatnonzero(self.shares.max(axis=0) >= thresholds.min_excess).tolist():
             groups = self._groups(self.shares[:, stage], stage, thresholds)
@@ -279,8 +288,8 @@ class _Steps:
 
     def _late_by_more(self, share: Float, candidates: Int64, stage: int | None) -> tuple[Int64, Float]:
         """
-        Return those of `candidates` that are late by more than by chance and by more than the levels of work
-        of the other ranks differ, and by how many standard errors they are above chance.
+        Return those of `candidates` that are late by more than chance and by more than the differences
+        between the other ranks' levels of work, and the number of standard errors above chance for each.
         """
         columns = compared(len(share), candidates)
         places = np.searchsorted(columns, candidates)
@@ -348,12 +357,18 @@ def _late_in_past(past: PastSteps, steps: int, thresholds: Thresholds, *, of_sum
 
 
 def _often(excess: Float | Int64, least: float) -> bool:
-    """Whether any median over steps, the first axis, may be `least`: it takes as much in half of them."""
+    """
+    Return whether any median over steps (the first axis) can reach `least`: half of the
+    values must reach it.
+    """
     return bool(2 * np.count_nonzero(excess >= least, axis=0).max() >= len(excess))
 
 
 def _sums(excess: Float | Int64) -> Float | Int64:
-    """Return the excess out of all stages together (K, R): `sum` takes four times as long on such an axis."""
+    """
+    Return the excess out of all stages together (K, R). `sum` would take four times as
+    long on this axis.
+    """
     sums: Float | Int64 = np.einsum("krs->kr", excess)
     return sums
 
@@ -366,15 +381,15 @@ def doubt(
     limits: Thresholds,
 ) -> str:
     """
-    Return why ranks that are late in the steps of a window may be late by chance, in numbers; "" where they
-    are not late there by as much as a name asks for, or by more than chance.
+    Return why ranks that are late in a window may be late by chance, in numbers; "" if they are not late by
+    as much as a name requires, or are late by more than chance.
 
     Args:
-        evidence: of the window.
-        places: of the ranks in it.
-        stage: that they are late in, a local one.
-        past: more steps, by which chance is measured; None: it is by the window alone.
-        limits: of the verdict.
+        evidence: evidence of the window.
+        places: indices of the ranks in the window.
+        stage: local stage in which they are late.
+        past: more steps, by which chance is measured; None: chance is measured by the window alone.
+        limits: limits of the verdict.
     """
     if stage >= SYNC_WAIT or not len(places):
         return ""

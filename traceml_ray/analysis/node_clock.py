@@ -36,8 +36,8 @@ class NodeClock:
     @classmethod
     def of(cls, t_ns: Int64, offset_ns: Int64, bound_ns: Int64) -> NodeClock:
         """
-        Return the clock of measurements in order of `t_ns`, each made as exact as those before and after it
-        allow: the first is of a moment when little was known.
+        Return the clock from measurements in order of `t_ns`. Each measurement is made as exact as its
+        neighbours allow: the first one is from a moment when little was known.
         """
         away = np.diff(t_ns)
         apart = np.abs(np.diff(offset_ns)) > bound_ns[1:] + bound_ns[:-1] + np.ceil(DRIFT * away)
@@ -59,10 +59,10 @@ class NodeClock:
 
     def to_aggregator(self, t_ns: Int64) -> tuple[Int64, Int64]:
         """
-        Return times of the node (n,) on the aggregator's clock, and how far off each is at most.
+        Return times of the node (n,) on the aggregator's clock, and the largest error of each.
 
-        Each is moved by what was measured nearest to it; the further away that is, the more the clocks may
-        have run apart.
+        Each time is corrected by the nearest measurement. The further away that is, the more the clocks may
+        have drifted apart.
         """
         t_ns = np.asarray(t_ns, np.int64)
         right = np.clip(np.searchsorted(self.t_ns, t_ns), 0, len(self.t_ns) - 1)
@@ -76,12 +76,12 @@ class NodeClock:
 @dataclass
 class ClockEstimate:
     """
-    The offset of a node's clock (the aggregator's time minus the node's), between two bounds.
+    Estimate of the offset of a node's clock (the aggregator's time minus the node's), between two bounds.
 
-    A message of the node cannot arrive before it was sent, nor can an answer of the aggregator: of each way
-    the one that was under way for the least time bounds the offset from one side, whatever the other way
-    takes. A bound that was found some time ago has since become wider by how far clocks may run apart. Where
-    the two exclude each other, one of the clocks was set: then what is new counts alone.
+    A message of the node cannot arrive before it was sent, nor can an answer of the aggregator. In each
+    direction, the message with the shortest transit bounds the offset from one side, whatever the other
+    direction takes. A bound widens with its age by the largest possible drift of the clocks. If the two
+    bounds exclude each other, one of the clocks was set; then only the new measurement counts.
     """
 
     low: float | None = None
@@ -93,12 +93,13 @@ class ClockEstimate:
 
     def add(self, now_ns: int, sent_ns: int, answer: tuple[int, int] | None = None) -> None:
         """
-        Take in a message.
+        Update the estimate with a message.
 
         Args:
-            now_ns: when it arrived, on the aggregator's clock.
-            sent_ns: when it was sent, on the node's.
-            answer: when the aggregator sent an answer, on its clock, and when the node had it, on its own.
+            now_ns: when the message arrived, on the aggregator's clock.
+            sent_ns: when it was sent, on the node's clock.
+            answer: when the aggregator sent an answer (its clock), and when the node received it (the node's
+                clock).
         """
         high, low = float(now_ns - sent_ns), None
         if abs(high) > MAX_OFFSET_NS:
@@ -126,7 +127,10 @@ class ClockEstimate:
 
 
 def _least(values: Float, passed: Float) -> Float:
-    """Return the least of all values, each larger by as much as has `passed` between it and that place."""
+    """
+    Return the minimum of all values at each position. Each value first grows by the time `passed` between its
+    position and that position.
+    """
     before = np.minimum.accumulate(values - passed) + passed
     after = np.minimum.accumulate((values + passed)[::-1])[::-1] - passed
     return np.minimum(before, after)

@@ -1,6 +1,6 @@
 """
-The reason for what a verdict names: the named span that makes a rank late, or what makes ranks uneven; its
-sentence, and what to do.
+Finds the reason for a verdict: the named span that makes a rank late, or the cause of uneven ranks. Writes
+its sentence, and what to do.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ SpanRates = Mapping[tuple[str, int], SpanRate]
 """Rates by span name and stage. A span that a rank never had is missing."""
 FindSpan = Callable[[Sequence[int], int, int], Mapping[int, SpanRates]]
 """
-Function that returns the rates of some ranks over a range of steps. A rank of which nothing is known is
-missing.
+Function that returns the rates of some ranks over a range of steps. Ranks without known
+rates are missing.
 """
 
 
 def span_rates(sums: Iterable[SpanSum], first: int, last: int) -> SpanRates:
     """
-    Return the rates over the steps `first` to `last`, or to the last step that is known.
+    Return the rates over the steps `first` to `last`, or to the last known step.
 
-    A sum that reaches beyond them counts by the share of its steps that is inside.
+    A sum that extends beyond these steps counts by the share of its steps that lies inside.
     """
     sums = list(sums)
     last = min(last, max((span_sum.last_step for span_sum in sums), default=-1))
@@ -181,14 +181,14 @@ def with_reason(
 ) -> Verdict:
     """
     Return `verdict` with its reason, see `has_reason`: why ranks are late in turn, or by how much the batches
-    of named ranks are larger than those of the others. Without one it is returned as it is.
+    of named ranks are larger than those of the others. Without a reason it is returned unchanged.
 
     Args:
-        verdict: of a window or of the whole run.
-        window: the steps that show it, or more of the same run.
-        find: the sizes of batches.
-        loads: of the experts of watched routers, the least even first.
-        before: what was found before; it stays where the sizes of these batches are not known yet.
+        verdict: verdict on a window or on the whole run.
+        window: the steps that show it, or more steps of the same run.
+        find: returns the batch sizes.
+        loads: loads of the experts of watched routers, the least even first.
+        before: reason found earlier; it stays while the batch sizes of these steps are not known yet.
     """
     if not has_reason(verdict) or verdict.reason is not None:
         return verdict
@@ -211,7 +211,10 @@ def with_reason(
 
 
 def _with_more_work(verdict: Verdict, window: Window, find: Find) -> Verdict:
-    """Return a verdict that names ranks with whether their batches are larger than those of the others."""
+    """
+    Return a verdict that names ranks with a note whether their batches are larger than
+    those of the others.
+    """
     if verdict.rank is None or verdict.rank not in window.ranks:
         return verdict
     group = window.group_of(verdict.rank).since(verdict.from_step or 0)

@@ -1,10 +1,11 @@
 """
-Which ranks do the same work, and how long each waits for ranks that do other work.
+Determines which ranks do the same work, and how long each waits for ranks with other work.
 
-A *role* is a rank's place in all dimensions of the job that are not data parallel: the stage of a pipeline,
-the coordinate among tensor-parallel ranks. Ranks of the same role, its *replicas*, have the same work.
+A *role* is a rank's position in all dimensions of the job that are not data parallel: the stage of a
+pipeline, the coordinate among tensor-parallel ranks. Ranks of the same role, its *replicas*, have the same
+work.
 
-How a job is parallel, from what each of its ranks has seen of that.
+Also determines the parallelism mode of a job from what each rank has reported.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _PIPELINE = ("pp", "pipe", "pipeline", "stage")
 
 
 class RoleShare(msgspec.Struct, frozen=True, kw_only=True):
-    """How many ranks a role has, and what share of their time they wait for ranks of other roles."""
+    """Number of ranks of a role, and the share of their time in which they wait for ranks of other roles."""
 
     role: str
     size: int
@@ -46,14 +47,14 @@ class RoleShare(msgspec.Struct, frozen=True, kw_only=True):
 
 def role_of(placement: Mapping[str, Any], peers: int | None = None) -> str | None:
     """
-    Return the role of a rank by its `wire.Placement`: "pp=1 tp=0"; None where only data parallelism is known.
+    Return the role of a rank from its `wire.Placement`: "pp=1 tp=0"; None if only data parallelism is known.
 
-    A stage of a pipeline counts where the mesh has no dimension for it. Where all ranks of the mesh exchange
-    gradients with each other, a dimension of any other name ("workers") is data parallel.
+    A pipeline stage counts if the mesh has no dimension for it. If all ranks of the mesh exchange gradients
+    with each other, a dimension of any other name ("workers") is data parallel.
 
     Args:
         placement: the fields of that message.
-        peers: how many ranks exchange gradients with each other; None: not known.
+        peers: number of ranks that exchange gradients with each other; None: not known.
     """
     mesh, stages = placement.get("mesh") or {}, placement.get("stages") or []
     whole = peers == math.prod(size for _, size in mesh.values()) and not stages
@@ -104,8 +105,8 @@ def waited_apart_ns(window: Window, synced: Bool) -> Int64:
 
 def as_parallel_groups(groups: Sequence[Window]) -> list[Window]:
     """
-    Return the windows of roles whose ranks stand for the same replicas, in this order, with the time that
-    each replica waited for the others.
+    Return the windows of roles in which the ranks represent the same replicas, in this order, with the time
+    that each replica waited for the others.
 
     Returned unchanged if there are no other roles, or if not all ranks report.
     """
@@ -125,11 +126,11 @@ def as_parallel_groups(groups: Sequence[Window]) -> list[Window]:
 
 def cross_role_wait_ns(window: Window, last: Int64, late: Int64) -> Int64:
     """
-    Return how long roles wait at their own exchanges because ranks of this `window` are `late`, ns (K, R); of
-    each step (S,), whose rows end at `last`, the longest.
+    Return how long roles wait at their own exchanges because ranks of this `window` are `late`, ns (K, R).
+    For each step (S,), whose rows end at `last`, the longest wait counts.
 
-    What a rank that is late holds up first may be another role of its replica, which then comes late to its
-    exchange: by so much, at most, as it waited longer for others than its own replicas did.
+    A late rank may first hold up another role of its replica, which then comes late to its own exchange. That
+    delay is at most the time by which it waited longer for others than its own replicas did.
     """
     assert window.arrived is not None and window.held is not None
     starts = np.concatenate(([0], last[:-1] + 1))
@@ -167,18 +168,18 @@ def shares(window: Window) -> tuple[RoleShare, ...]:
 
 
 _DATA = ("deepspeed", "hsdp", "fsdp2", "fsdp", "ddp")
-"""Ways to exchange gradients. A job with several of them is named after the first."""
+"""Ways to exchange gradients. A job that uses several is named after the first of these."""
 _MODEL = ("tp", "pp")
 """Ways to divide a model besides data parallelism, in the order they are written."""
 
 
 def mode(strategies: Iterable[str | None]) -> str | None:
     """
-    Return the mode of a job: `single`, `ddp`, `fsdp`, `fsdp2`, `hsdp`, `deepspeed`, or the function
-    that gradients are inferred to be exchanged by, with `+tp` and `+pp`; None where no rank has said.
+    Return the mode of a job: `single`, `ddp`, `fsdp`, `fsdp2`, `hsdp`, `deepspeed`, or the function that
+    appears to exchange the gradients, with `+tp` and `+pp`; None if no rank has reported it.
 
     Args:
-        strategies: of the ranks, see `wire.RankBatch.strategy`; parts that are not known here come last.
+        strategies: strategies of the ranks, see `wire.RankBatch.strategy`; unknown parts come last.
     """
     parts = {part for strategy in strategies if strategy for part in strategy.split("+")}
     if not parts:

@@ -43,7 +43,7 @@ def has_host_columns(rows: Int64) -> bool:
 
 
 def from_wire(chunks: Sequence[Chunk]) -> Int64:
-    """Return the rows (n, 6) of some chunks; wide (n, WIDTH) if one of them has host rows."""
+    """Return the rows (n, 6) of some chunks. If one of the chunks has host rows, they are wide (n, WIDTH)."""
     rows = _stages([rows for rows, _, _ in chunks])
     if not any(host for _, host, _ in chunks):
         return rows
@@ -64,9 +64,9 @@ def without_device(rows: Int64, flags: UInt8) -> Bool:
 
 def host_part(rows: Int64, flags: UInt8) -> tuple[Int64 | None, UInt8 | None]:
     """
-    Return the host rows (…, 6) and leads (…, 3; LEAD_UNKNOWN where not known) of `rows` (…, 6 or WIDTH).
+    Return the host rows (…, 6) and leads (…, 3; LEAD_UNKNOWN if not known) of `rows` (…, 6 or WIDTH).
 
-    Both are None where rows on a device's clock have no host row, or there are none.
+    Both are None if no rows are on a device's clock, or if those rows have no host row.
     """
     if not has_host_columns(rows):
         return None, None
@@ -101,7 +101,7 @@ class Aside(NamedTuple):
     first: int
     last: int
     steps: int
-    """Number of excluded steps. It is the whole range, except where a rank has very many."""
+    """Number of excluded steps. It is the whole range, unless the rank has very many."""
     ns: int
     """Time that they took together, in ns."""
 
@@ -153,10 +153,10 @@ class RankMeta(NamedTuple):
 
 class RowTable:
     """
-    A line for each rank, a column for each key; room for `cells` rows, at least 192 of each rank, and at most
-    `most`.
+    A table with a line for each rank and a column for each key. It has room for `cells` rows: at least 192 of
+    each rank, and at most `most`.
 
-    A cell is written once: what is there stays. When there is no more room, the oldest columns are forgotten.
+    A cell is written once and never replaced. When there is no more room, the oldest columns are forgotten.
     Cells are wide (see the module) from the first wide row on.
     """
 
@@ -166,7 +166,10 @@ class RowTable:
         """Ranks (R,), ascending: one line each."""
         self.first: Int64 = np.empty(0, np.int64)
         self.last: Int64 = np.empty(0, np.int64)
-        """Last key of each rank (R,) that counts; `first` is the first one. -1 if there is none."""
+        """
+        Last key of each rank (R,) that counts; `first` is the first one that counts. -1
+        if there is none.
+        """
         self.lead: Int64 = np.empty(0, np.int64)
         self.lead_ns: Int64 = np.empty(0, np.int64)
         """
@@ -214,10 +217,9 @@ class RowTable:
 
     def put(self, places: npt.NDArray[np.intp], keys: Int64, flags: UInt8, rows: Int64) -> int:
         """
-        Take rows of some ranks that have the same `keys` (k,): `flags` (m, k), `rows` ns (m, k, 6) or wide.
+        Store rows of some ranks that have the same `keys` (k,): `flags` (m, k), `rows` ns (m, k, 6) or wide.
 
-        Return how many are new: of a key that comes again the first row stays, and keys that were forgotten
-        are left out.
+        Return the number of new rows. If a key is repeated, its first row stays. Forgotten keys are left out.
         """
         if has_host_columns(rows) and not has_host_columns(self._d):
             self._d = with_host_columns(self._d)
@@ -273,8 +275,8 @@ class RowTable:
 
     def _off_clock(self, places: npt.NDArray[np.intp], keys: Int64, flags: UInt8, rows: Int64) -> Bool:
         """
-        Return which rows (m, k) have no times of the device although the rank's device clock goes on: it had
-        some at most `_OFF_STEPS` before. They cannot be compared, and do not count.
+        Return which rows (m, k) have no device times although the rank's device clock is running: it had
+        times at most `_OFF_STEPS` before. These rows cannot be compared, and do not count.
         """
         newest = np.where(flags & FLAG_DEVICE_CLOCK != 0, keys, -1)
         newest[:, 0] = np.maximum(newest[:, 0], self.device[places])
@@ -466,11 +468,12 @@ def _cross(places: npt.NDArray[np.intp], columns: Places) -> Any:
 
 def begins(stages: npt.NDArray[Any], follows: npt.NDArray[np.bool_] | None = None) -> npt.NDArray[Any]:
     """
-    Return when each stage begins, counted from where its row begins, [n, STAGES].
+    Return when each stage begins, relative to the beginning of its row, [n, STAGES].
 
     Args:
-        stages: how long each takes, [n, STAGES].
-        follows: rows that go on where the one before them ends, and are counted from where that begins, [n].
+        stages: time of each stage, [n, STAGES].
+        follows: whether a row continues the previous one; it is then counted from the beginning of that row,
+            [n].
     """
     ends = np.cumsum(stages, axis=1)
     for row in [] if follows is None else np.flatnonzero(follows).tolist():

@@ -1,6 +1,6 @@
 """
-The rules of the verdict, in order; the first that applies is the finding. All of them are ours. Their
-numbers are in `docs/method.md` alone.
+The rules of the verdict, in order. The first rule that applies gives the finding. All rules are our own.
+Their numbers are only in `docs/method.md`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from traceml_ray.stages import (
 @dataclass(frozen=True)
 class Finding:
     """
-    The rule that applied: a label, and either a `reason` to abstain or the `causes`, best first.
+    The rule that applied: a label, and either a `reason` to abstain or the `causes`, the best first.
 
     `excess` is the excess of the worst rank of the first cause (`rotating`: of all ranks together), as a
-    share of the mean step. `cost` is what fixing all of it saves, as a share of the time; `at_most`: it may
-    be less. `z` is by how many standard errors the worst rank is late more often than by chance, over `steps`
-    steps. `new`: the newest steps alone show it. `hosts`: late at the same time as the hosts of the other
-    ranks. `hidden`: steps end no later for it. Not `sure`: that it
-    is this rank may be chance. `group_wide` has only `drift`.
+    share of the mean step. `cost` is the saving if all causes are fixed, as a share of the time; `at_most`:
+    it may be less. `z` is the number of standard errors by which the worst rank is late more often than by
+    chance, over `steps` steps. `new`: only the newest steps show it. `hosts`: late at the same time as the
+    hosts of the other ranks. `hidden`: steps end no later because of it. `sure` is False if the choice of
+    this rank may be chance. `group_wide` has only `drift`.
     """
 
     label: Label
@@ -61,7 +61,7 @@ class Finding:
 
 
 _IMPROBABLE = 3e-5
-"""Number of healthy windows in one of which chance makes it always the same rank, as `chance.Z_LEAST`."""
+"""Probability, per healthy window, that chance makes it always the same rank; as for `chance.Z_LEAST`."""
 _HIDDEN = 0.7
 """A rank's lateness is hidden if a step gets longer by less than this share of it."""
 _SURE = 0.5
@@ -71,10 +71,10 @@ If a step may get longer by less than this share of the lateness, what fixing th
 """
 _ERRORS = 2.0
 _ERRORS_HIDDEN = 3.0
-"""Standard errors of a slope. More of them are needed to say that a late rank costs nothing."""
+"""Number of standard errors of a slope that is required to say that a late rank costs nothing."""
 _LEAST_STEPS = 15
 _STAYS = 2.0
-"""Work that stays alike for fewer steps than this may as well be drawn anew in each."""
+"""Work that stays alike for fewer steps than this is treated as drawn anew in each step."""
 _PART = 0.25
 
 
@@ -98,7 +98,10 @@ def now_and_then(evidence: Evidence, cause: Cause, thresholds: Thresholds, past:
 
 
 def _at_least(successes: int, trials: int, chance: float) -> float:
-    """Return the probability (0..1) of at least so many successes, if each has probability `chance` < 1."""
+    """
+    Return the probability (0..1) of at least `successes` successes in `trials`, each with probability
+    `chance` < 1.
+    """
     if successes <= trials * chance:
         return 1.0
     log_chance, log_other = math.log(chance), math.log1p(-chance)
@@ -113,11 +116,11 @@ def _at_least(successes: int, trials: int, chance: float) -> float:
 
 def is_hidden(evidence: Evidence, causes: tuple[Cause, ...]) -> bool | None:
     """
-    Whether steps in which the ranks of `causes` are later end no later; None: that cannot be told.
+    Whether steps in which the ranks of `causes` are later end no later; None: not known.
 
-    An exchange that overlaps with backward may take so long that a late rank is in time for its end. Rows do
-    not show it. But where lateness varies, the elapsed time either follows it or does not: the slope of one
-    over the other, in the steps in which these ranks are the last.
+    An exchange that overlaps with backward may take so long that a late rank arrives before its end. Rows do
+    not show this. But if lateness varies, the elapsed time either follows it or does not. The test is the
+    slope of one over the other, in the steps in which these ranks are last.
     """
     window = evidence.window
     if any(cause.stage != BACKWARD for cause in causes):  # before backward nothing is exchanged
@@ -141,8 +144,8 @@ def is_hidden(evidence: Evidence, causes: tuple[Cause, ...]) -> bool | None:
 
 def largest_share(evidence: Evidence, named: list[Cause]) -> float:
     """
-    Return the share (0..1) of what ranks wait for unequal work, beside what is `named`, that one of them
-    causes.
+    Return the largest share (0..1) that one rank causes of the waiting for unequal work, besides what is
+    `named`.
     """
     local = evidence.window.by_step(evidence.fixed_ns(tuple(named)))
     longest = local.max(axis=1) - local.mean(axis=1)
@@ -151,7 +154,7 @@ def largest_share(evidence: Evidence, named: list[Cause]) -> float:
 
 
 def uneven_stages(evidence: Evidence) -> list[int]:
-    """Return the stages in which ranks have unequal work from step to step, that of most first."""
+    """Return the stages in which ranks have unequal work from step to step, the most uneven first."""
     local = np.where(evidence.rows.waits[:, None], 0, evidence.rows.d)[:, :, :SYNC_WAIT]
     by_step = evidence.window.by_step(local)
     apart: Float = by_step - by_step.mean(axis=1, keepdims=True)
@@ -178,10 +181,11 @@ def find(
     past: PastSteps | None = None,
 ) -> tuple[tuple[Finding, ...], Evidence | None]:
     """
-    Return the findings in `window`, the costliest first, and the evidence where the rows allow any. That
-    nothing was found, or why nothing can be said, is the only one.
+    Return the findings in `window`, the costliest first, and the evidence if the rows allow any. If nothing
+    was found or can be judged, the only finding says so.
 
-    `past` has more steps than the window, by which chance is measured. Never raises, whatever the rows hold.
+    `past` has more steps than the window, by which chance is measured. Never raises, whatever the rows
+    contain.
     """
     steps, ranks = len(window.keys), len(window.ranks)
     clean = absurd(window, thresholds) is None and steps * thresholds.max_step_ns < _TOO_LONG
@@ -258,8 +262,9 @@ def _names_for_good(finding: Finding) -> bool:
 
 def _against_hosts(finding: Finding, evidence: Evidence, thresholds: Thresholds) -> Finding:
     """
-    Rows of a device whose host is late hold the host's time. Hosts do not wait for each other: one is always
-    last, by chance too, so what only the devices' rows show of them names no rank.
+    Return the finding after a test against the hosts. Rows of a device whose host is late include the host's
+    time. Hosts do not wait for each other: one is always last, also by chance. What only the devices' rows
+    show therefore names no rank.
     """
     hosts, peers = evidence.hosts, evidence.peers
     if hosts is None or peers is None:
@@ -301,9 +306,10 @@ def _against_hosts(finding: Finding, evidence: Evidence, thresholds: Thresholds)
 
 def _by_chance(finding: Finding, evidence: Evidence, thresholds: Thresholds) -> str:
     """
-    Return why a rank may only have the host that is last by chance, or "".
+    Return why a rank may only have the host that is last by chance; "" otherwise.
 
-    How late that one is wanders from step to step; what a slow one holds up is the same in all of them.
+    The lateness of such a host varies from step to step. The delay caused by a slow host is the same in all
+    steps.
     """
     hosts, cause = evidence.hosts, finding.causes[0]
     assert hosts is not None
@@ -332,7 +338,10 @@ def _of_a_device(cause: Cause, evidence: Evidence) -> bool:
 
 
 def _limit(window: Window, evidence: Evidence | None, thresholds: Thresholds, clean: bool) -> str:
-    """`telemetry_limited`: return what is missing for a verdict, or ""; `clean`: no row is absurd."""
+    """
+    Return what is missing for a verdict (`telemetry_limited`); "" if nothing is. `clean`:
+    no row is absurd.
+    """
     steps, whole = len(window.keys), window.whole_steps
     if window.coverage < thresholds.coverage_limited or not len(window.ranks):
         return abstention.missing_ranks(window)
@@ -350,7 +359,7 @@ def _limit(window: Window, evidence: Evidence | None, thresholds: Thresholds, cl
 
 
 def _apart(evidence: Evidence, thresholds: Thresholds) -> str:
-    """`accounting_only`: return why these ranks cannot be compared at a common exchange, or ""."""
+    """Return why these ranks cannot be compared at a common exchange (`accounting_only`); "" if they can."""
     window = evidence.window
     if (window.flags & FLAG_INSEPARABLE).any():
         return abstention.dependence(window)
@@ -375,7 +384,7 @@ def _apart(evidence: Evidence, thresholds: Thresholds) -> str:
 
 def _together(behind: Float, agree: float) -> list[Int64]:
     """
-    Return the sets of places whose totals agree where each rank has its set, of two or more; else [].
+    Return the sets of indices whose totals agree, if every rank belongs to a set of two or more; else [].
 
     `behind` (R,) is by how much each rank's total is the shorter one, as a share.
     """
@@ -390,11 +399,12 @@ def _lasting(
     evidence: Evidence, thresholds: Thresholds, past: PastSteps | None, usual: Evidence | None = None
 ) -> tuple[Finding, ...]:
     """
-    Which ranks are late all the time, by more than chance? Does that cost time, and is each the only one?
+    Return the findings on ranks that are late all the time, by more than chance. They say whether this costs
+    time, and whether a rank is the only late one.
 
-    Of ranks that are late out of several stages only the largest one counts, unless they are one cause or
-    about equal. Where the largest excess saves little by itself, and another one is late, too, all are one
-    finding. One that is alone and saves little is `healthy`, with its cause.
+    If ranks are late out of several stages, only the largest stage counts, unless they are one cause or about
+    equal. If the largest excess saves little by itself, and another rank is late too, all are one finding. A
+    single late rank that saves little is `healthy`, with its cause.
     """
     ranks = late_ranks(evidence, thresholds, past, usual)
     if not ranks:
@@ -428,7 +438,7 @@ def _lasting(
 
 
 def _of_little(late: list[Late], evidence: Evidence, thresholds: Thresholds) -> Finding:
-    """Return the finding for ranks that are late together, each of which saves little."""
+    """Return the finding for ranks that are late together, where fixing each one alone saves little."""
     first = late[0]
     causes = tuple(cause for other in late for cause in other.causes)
     gain = evidence.gain(*causes)
@@ -448,11 +458,11 @@ def _newly(
     evidence: Evidence, thresholds: Thresholds, past: PastSteps | None
 ) -> tuple[Finding, Evidence] | None:
     """
-    `_lasting` on the newest 20 or 10 steps: a rank that has just become late, before half of the window
-    shows it.
+    Return the result of `_lasting` on the newest 20 or 10 steps: a rank that has just become late, before
+    half of the window shows it.
 
-    In n of K steps √(K ÷ n) times the excess is required, in `high_late_share` of them; the steps before
-    are the control. Returned with the evidence since it began.
+    n of K steps require √(K ÷ n) times the excess, in `high_late_share` of these steps. The steps before are
+    the control. The evidence since the beginning of the lateness is returned too.
     """
     window, steps = evidence.window, len(evidence.window.starts)
     if evidence.host_bound:  # for some steps, one host is always last
@@ -508,7 +518,7 @@ def _transient(
     evidence: Evidence, thresholds: Thresholds, past: PastSteps | None, named: list[Cause]
 ) -> Finding | None:
     """
-    Return the rank that holds up the others now and then, beside what is `named`; None without any.
+    Return the rank that holds up the others now and then, besides what is `named`; None if there is none.
 
     It must be the last one in more of these steps than by chance. An excess that a fix would not save does
     not count: between two exchanges a rank may be late in one step and early in the next.
@@ -542,8 +552,8 @@ def _transient(
 
 def _uneven(evidence: Evidence, thresholds: Thresholds, named: list[Cause]) -> Finding | None:
     """
-    Return what it costs, beside what is `named`, that ranks have unequal work; None where that is little, or
-    one rank nearly always has most.
+    Return the finding on the cost of unequal work, besides what is `named`; None if the cost is small, or if
+    the same rank nearly always has most work.
     """
     if several(evidence.window) or evidence.host_bound:
         return None
