@@ -1,4 +1,4 @@
-"""A rank that trains and is profiled, whose agent's thread is the test."""
+"""A rank that trains and is profiled. The test itself acts as the agent's thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from traceml_ray.wire import messages as wire
 
 
 class Rank:
-    """A watched training loop, whose agent's thread is the test."""
+    """A watched training loop. The test itself acts as the agent's thread."""
 
     def __init__(self) -> None:
         self.now = 0.0

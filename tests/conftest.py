@@ -1,4 +1,4 @@
-"""What every test stands on: an environment that says nothing of ranks, sessions or clusters."""
+"""Set-up of every test: an environment without variables of ranks, sessions or clusters."""
 
 import os
 import signal
@@ -10,16 +10,16 @@ import hypothesis
 import pytest
 from snapshot import WRITE, Snapshot
 
-# A change is judged by the same examples each time; `make fuzz` looks for others.
+# Each run judges a change by the same examples; `make fuzz` looks for others.
 _FUZZ = os.environ.get("FUZZ_EXAMPLES")
 hypothesis.settings.register_profile("shared-machine", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=int(_FUZZ or 1))
 hypothesis.settings.load_profile("search" if _FUZZ else "shared-machine")
 
-os.environ["TZ"] = "UTC"  # of whoever runs the tests; texts write moments in that of their process
+os.environ["TZ"] = "UTC"  # whatever the user's timezone: texts write times in the timezone of their process
 time.tzset()
 
-# A shell ignores both in what it runs in the background, and so would whatever a test starts.
+# A shell ignores both signals in background processes, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
@@ -34,12 +34,12 @@ def _quiet_environment(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureR
         if name != WRITE and (name.startswith(_FOREIGN) or name in _RANKS):
             monkeypatch.delenv(name)
     if "unit" not in request.path.parts:
-        monkeypatch.setenv("TRACEML_NICE", "0")  # a test waits for its monitor while others may be busy
+        monkeypatch.setenv("TRACEML_NICE", "0")  # a test waits for its monitor even while other processes are busy
 
 
 @pytest.fixture(autouse=True)
 def _signals_as_before() -> Iterator[None]:
-    """Restore the handlers of signals that end a job: a launcher that a test calls sets its own."""
+    """Restore the handlers of signals that end a job: a launcher called by a test installs its own."""
     before = {number: signal.getsignal(number) for number in _ENDS_A_JOB}
     yield
     for number, handler in before.items():
@@ -52,7 +52,8 @@ def snapshot(request: pytest.FixtureRequest) -> Snapshot:
     return Snapshot(request.node.nodeid.removeprefix("tests/"))
 
 
-# Where time is judged, or many processes are started at once, nothing else may run. Where only some tests of
+# Tests that judge time, or start many processes at once, must run alone. If only some tests of a file do
+# so, they are marked in the file.
 # a file are like that, they are marked there.
 _ALONE = {
     "chaos/test_chaos.py",
@@ -63,7 +64,7 @@ _ALONE = {
 }
 
 
-# A file of minutes that begins last would run by itself, so these begin first.
+# A file that takes minutes would run on alone if it began last, so these files begin first.
 _FIRST = (
     *("test_launch", "test_ray_train", "test_agent_process", "test_driver", "test_dashboard", "test_hangs"),
     *("test_profile_request", "test_command", "test_multihost", "test_attached", "test_bundles"),

@@ -19,6 +19,6 @@ class Descent(torch.optim.Optimizer):
                 parameter.grad = None
 """
 """
-Gradient descent without torch's compiler, which each of torch's own optimizers imports, as DDP does. That
-import is half of the CPU time of a small process.
+Gradient descent that does not import torch's compiler. Each of torch's own optimizers imports it, as does
+DDP, and that import is half of the CPU time of a small process.
 """

@@ -1,4 +1,7 @@
-"""A CUDA device on a clock that moves by hand: streams are queues, an event is done when all before it is."""
+"""
+A CUDA device with a manually advanced clock. Streams are queues; an event is done when all work before it is
+done.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,22 @@ from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.steps import STREAMED
 
 EPSILON_NS = 5_000
-"""What an idle stream takes to come to an event."""
+"""Time that an idle stream takes to reach an event, in ns."""
 OWN = "own"
 CALLS = tuple(name for name in vars(DeviceApi) if not name.startswith("_"))
-"""All that can be asked of a device."""
+"""Names of all calls of the device API."""
 
 
 class DeviceError(Exception):
-    """What a broken device raises."""
+    """The error that a broken device raises."""
 
 
 class FakeDevice:
     """
-    The script's side (`launch`, `wait_for`, `wait`, `item`) and the monitor's (`DeviceApi`) of one device.
+    One device, with the script's calls (`launch`, `wait_for`, `wait`, `item`) and the monitor's calls
+    (`DeviceApi`).
 
-    An event is done once the host's clock has come to its time: the device works while the host does.
+    An event is done once the host's clock reaches its time: device and host work at the same time.
     """
 
     def __init__(self, now: int = 1_000_000) -> None:
@@ -34,23 +38,23 @@ class FakeDevice:
         self.drift = 0.0
         self.stream: object = "default"
         self.ends: Counter[object] = Counter()
-        """Per stream: when all that it has been given is done."""
+        """For each stream: the time at which all work given to it is done."""
         self.events: dict[int, int] = {}
         self.recorded: list[int] = []
-        """The times of all events that marks have recorded, in order."""
+        """Times of all events that marks have recorded, in order."""
         self.calls: Counter[str] = Counter()
         self.during: Callable[[str, int], None] = lambda _name, _count: None
-        """What happens during a call, of which there were so many."""
+        """Called during each call, with its name and the number of such calls so far."""
         self.fails: Callable[[str, int], bool] = lambda _name, _count: False
-        """Of a call and how many there were: it raises."""
+        """Whether a call raises, by its name and the number of such calls so far."""
         self.captures: Callable[[int], bool] = lambda _: False
         self.captured = False
-        """What `capturing` has returned last: what is recorded then spoils the script's graph."""
+        """Last result of `capturing`. An event recorded while it is True would spoil the script's graph."""
         self.late_ns: Callable[[int], int] = lambda _: 0
-        """By how much the n-th beat is held up."""
+        """Delay of the n-th beat, in ns."""
         self.record_takes_ns: Callable[[int], int] = lambda _: 0
         self.rounds = False
-        """Times are 32-bit floats of ms, as those of CUDA are."""
+        """Whether times are 32-bit floats of ms, like CUDA's."""
         self.broken = False
         self.last: object = None
         """The stream of the newest mark."""
@@ -58,11 +62,11 @@ class FakeDevice:
     # -- the script's side -------------------------------------------------------------------------
 
     def __call__(self) -> int:
-        """Return the CPU's time."""
+        """Return the CPU's time, in ns."""
         return self.now
 
     def wait(self, ns: int) -> None:
-        """The host computes."""
+        """Let the host compute for `ns` ns."""
         self.now += ns
 
     def launch(self, ns: int) -> None:
@@ -70,11 +74,11 @@ class FakeDevice:
         self.ends[self.stream] = max(self.ends[self.stream], self.now + self.epsilon_ns) + ns
 
     def wait_for(self, until: int) -> None:
-        """Have the current stream wait for another one, which is done at `until`."""
+        """Make the current stream wait for another one, which is done at `until`."""
         self.ends[self.stream] = max(self.ends[self.stream], until)
 
     def item(self) -> None:
-        """Have the host wait for the current stream."""
+        """Make the host wait for the current stream."""
         self.now = max(self.now, self.ends[self.stream])
 
     # -- the monitor's side ------------------------------------------------------------------------
@@ -130,7 +134,10 @@ class FakeDevice:
 
 
 def use(recorder: Recorder, device: FakeDevice) -> DeviceClock:
-    """Have the device's clock read from here on, as a rank does that exchanges gradients on it."""
+    """
+    Let the recorder read the device's clock from here on, as in a rank that exchanges gradients on the
+    device.
+    """
     exchange = recorder.exchange
     exchange.couple(STREAMED)
     clock = DeviceClock(device, recorder.steps.rows.ring, recorder.clock, lambda: exchange.streamed)

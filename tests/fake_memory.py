@@ -1,4 +1,4 @@
-"""`torch.cuda`'s allocator and the driver's contexts, played: what is allocated, and who may ask for it."""
+"""A fake of `torch.cuda`'s allocator and the driver's contexts: what is allocated, and who may query it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GIB = 1 << 30
 
 
 class FakeAllocator:
-    """One device's caching allocator; its statistics are those of torch."""
+    """The caching allocator of one device. Its statistics have torch's names."""
 
     def __init__(self) -> None:
         self.allocated = self.reserved = self.inactive = self.peak = self.turnover = 0
@@ -27,7 +27,7 @@ class FakeAllocator:
         self.allocated -= size
 
     def reset_peak(self) -> None:
-        """What a script does that looks at its own peaks."""
+        """Reset the peaks, like a script that measures its own peaks."""
         self.peak = self.allocated
 
     def stats(self) -> dict[str, Any]:
@@ -46,9 +46,10 @@ class FakeAllocator:
 
 class FakeCuda:
     """
-    What `DeviceMemory` uses of torch, and the driver beside it, on `count` devices.
+    The parts of torch and of the driver that `DeviceMemory` uses, on `count` devices.
 
-    A call that is not here raises, and so does one for a device without a context: torch would make one.
+    A call that is missing here raises. So does a call for a device without a context, because torch would
+    create one.
     """
 
     def __init__(self, count: int = 1) -> None:

@@ -1,4 +1,7 @@
-"""How foreign bytes are made up, how many of them, and what none of them may cost."""
+"""
+How invalid bytes are generated, how many examples are tried, and how much time and memory they
+may cost.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "30"))
-"""Of each property; `make fuzz` asks for many more."""
+"""Number of examples of each property; `make fuzz` uses many more."""
 
 scalars = (
     st.none()
@@ -31,13 +34,13 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
     max_leaves=20,
 )
-"""Whatever msgpack holds."""
+"""Any value that msgpack can hold."""
 json_values: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=8), inner, max_size=5),
     max_leaves=20,
 )
-"""Whatever a JSON parser of Python lets in, NaN and integers of any size too."""
+"""Any value that Python's JSON parser accepts, including NaN and integers of any size."""
 
 BOMBS = [
     *(head + b"\xff\xff\xff\xff\x01" for head in (b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9")),
@@ -46,12 +49,12 @@ BOMBS = [
     b"\xdd\x00\x00\xea\x60" + b"\x90" * 60_000,
     b"\xdd\x00\x00\xea\x60" + b"\x80" * 60_000,
 ]
-"""msgpack that claims 2**32 entries, is nested deeply, or has very many small entries."""
+"""Msgpack that claims 2**32 entries, is nested deeply, or has very many small entries."""
 
 
 @st.composite
 def mutated(draw: st.DrawFn, data: bytes, pieces: list[bytes] | None = None) -> bytes:
-    """Return `data` with bytes changed, cut, doubled, and pieces (BOMBS) put in."""
+    """Return `data` with bytes changed, cut or doubled, and with `pieces` (BOMBS) inserted."""
     changed = bytearray(data)
     for kind in draw(st.lists(st.sampled_from("fffctdip"), min_size=1, max_size=6)):
         begin = draw(st.integers(0, max(0, len(changed) - 1)))
@@ -72,14 +75,17 @@ def mutated(draw: st.DrawFn, data: bytes, pieces: list[bytes] | None = None) -> 
 
 
 def fuzz(share: float = 1.0) -> settings:
-    """Return how often to try; `share` for what takes longer."""
+    """Return settings for the number of tries. `share`: fraction of them, for slower tests."""
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
     return settings(max_examples=max(3, int(EXAMPLES * share)), deadline=None, suppress_health_check=checks)
 
 
 @contextmanager
 def limited(mib: int) -> Iterator[None]:
-    """Have every allocation fail that makes this process larger by more than `mib`; nothing is slower."""
+    """
+    Make every allocation fail that would grow this process by more than `mib` MiB. Nothing
+    becomes slower.
+    """
     before = resource.getrlimit(resource.RLIMIT_AS)
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (mib << 20), before[1]))
@@ -92,8 +98,8 @@ def limited(mib: int) -> Iterator[None]:
 @contextmanager
 def bounded(seconds: float = 20.0, mib: float | None = None) -> Iterator[None]:
     """
-    Fail when what is inside takes longer (a machine shared with others is allowed for), or has more than
-    `mib` of Python's own memory at a time. In the main thread only.
+    Fail if the block takes longer than `seconds`, with an allowance for a shared machine, or if it holds more
+    than `mib` MiB of Python's own memory at a time. Only for the main thread.
     """
 
     def ring(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Verdicts on played work: what they name, and whether it is right."""
+"""Verdicts on simulated work: what they name, and whether that is right."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Window
 
 COSTLY, FREE = 0.08, 0.02
-"""A cause that costs so much must be named; one that costs less need not be."""
+"""
+A cause that costs at least COSTLY of the run must be named. One that costs less than FREE need
+not be named.
+"""
 UNEVEN, EVEN = 0.12, 0.08
-"""From so much on the ranks' uneven work is `imbalance`, up to so much it is `healthy`."""
+"""Uneven work of the ranks is `imbalance` from UNEVEN on, and `healthy` up to EVEN (shares of the run)."""
 WATCHING = "watching"
 POINTS = 2.0
-"""A cost that is off by no more is right; percentage points of the run."""
+"""Largest error of a correct cost, in percentage points of the run."""
 
 
 class Claim(NamedTuple):
@@ -30,7 +33,7 @@ class Claim(NamedTuple):
 
 
 def claims_of(verdict: Verdict) -> list[Claim]:
-    """Return the headline of a verdict and what it names beside it; `watching` names nobody as yet."""
+    """Return the claims of a verdict: its headline and its further names. `watching` names nobody yet."""
     findings: list[Any] = [verdict, *getattr(verdict, "also", ())]
     if str(verdict.label) == WATCHING:
         return [Claim(WATCHING, frozenset(), (), None)]
@@ -47,7 +50,7 @@ def claims_of(verdict: Verdict) -> list[Claim]:
 
 def naming(claims: Sequence[Claim], cause: Cause) -> list[Claim]:
     """
-    Return the claims that name all ranks of the cause, in its stages, by a right label.
+    Return the claims that name all ranks of the cause, in its stages, with a correct label.
 
     Ranks that are late together may be named by one claim or by several.
     """
@@ -61,7 +64,7 @@ def naming(claims: Sequence[Claim], cause: Cause) -> list[Claim]:
 
 
 def outcome(verdict: Verdict, run: Played) -> str:
-    """Return which of OUTCOMES the verdict on a whole run is."""
+    """Return the outcome (one of OUTCOMES) of the verdict on a whole run."""
     claims = claims_of(verdict)
     if any(claim.ranks - run.ranks for claim in claims):
         return "wrong"
@@ -89,9 +92,9 @@ def abstains(verdict: Verdict) -> bool:
 
 
 def _without_cause(verdict: Verdict, run: Played) -> str:
-    """Return the outcome where nothing needs a name; no healthy rank has one."""
+    """Return the outcome for a run in which nothing needs a name: it is wrong to name a healthy rank."""
     if verdict.ranks:
-        return "right"  # a cause that costs even less
+        return "right"  # the cause costs even less
     uneven = run.imbalance
     if abstains(verdict):
         return "abstained" if uneven is not None else "right"
@@ -106,7 +109,7 @@ def _without_cause(verdict: Verdict, run: Played) -> str:
 
 
 def errors_of(claims: Iterable[Claim], run: Played) -> list[float]:
-    """Return by how many points each claimed cost is off, of the claims that name a cause."""
+    """Return the error of each claimed cost, in percentage points, for the claims that name a cause."""
     errors = []
     for claim in claims:
         costs = [
@@ -122,7 +125,10 @@ def errors_of(claims: Iterable[Claim], run: Played) -> list[float]:
 
 
 def replayed(window: Window) -> tuple[list[tuple[int, Verdict]], Verdict]:
-    """Return the verdicts in effect, each with the last step it has seen, and that on the whole run."""
+    """
+    Return the verdicts that took effect, each with the last step it had seen, and the verdict on the whole
+    run.
+    """
     live: list[tuple[int, Verdict]] = []
     replay = Replay(len(window.starts))
     judge = replay._run

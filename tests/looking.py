@@ -1,4 +1,4 @@
-"""A browser that looks at the web app, and a server with a session that is played into it."""
+"""A browser that views the web app, and a server with a session that is played into it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from traceml_ray.dash_app.session_pages import SessionPages
 FAULTS = Path(__file__).with_name("browser").joinpath("faults.js").read_text()
 WIDTH = "return document.documentElement.scrollWidth - window.innerWidth"
 WAIT_S = 120.0
-"""Other tests are running."""
+"""Time to wait for a page, in s. It is long because other tests run at the same time."""
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = (
     "--headless=new",
@@ -39,7 +39,7 @@ FLAGS = (
 
 
 def chromium(profile: Path) -> webdriver.Chrome:
-    """Return a browser that keeps what its console says."""
+    """Return a browser that keeps its console messages."""
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM or ""
     for flag in (*FLAGS, f"--user-data-dir={profile}"):
@@ -65,8 +65,8 @@ requestAnimationFrame(() => setTimeout(() => done(most), 50));
 
 def transferred(browser: webdriver.Chrome) -> int:
     """
-    Return how many bytes the page that is open has got over the wire, with headers. Of what it asks for again
-    only the first answer counts: on a slow machine several ticks pass before that one is drawn.
+    Return the number of bytes, with headers, that the open page has received over the network. For repeated
+    requests only the first answer counts: on a slow machine several ticks pass before that answer is drawn.
     """
     entries = "['navigation', 'resource'].flatMap((type) => performance.getEntriesByType(type))"
     first = ".filter((one, index, all) => all.findIndex((other) => other.name === one.name) === index)"
@@ -76,8 +76,8 @@ def transferred(browser: webdriver.Chrome) -> int:
 
 def shift(browser: webdriver.Chrome) -> float:
     """
-    Return by how much the content of the page has moved by itself at most within 5 s, without a pause of 1 s,
-    since it was opened: CLS (cumulative layout shift) as browsers report it.
+    Return the CLS (cumulative layout shift) of the page since it was opened, as browsers report it: the
+    largest shift of content without user input, within 5 s and without a pause of 1 s.
     """
     return float(browser.execute_async_script(_SHIFT))
 
@@ -86,15 +86,15 @@ _LOOP = "let sum = 0; for (let i = 0; i < 3e8; i++) sum += i % 7; return sum"
 
 
 def metrics(browser: webdriver.Chrome) -> dict[str, float]:
-    """Return what Chrome counts, in s of CPU time: `TaskDuration` is all of its main thread."""
+    """Return Chrome's metrics, in s of CPU time. `TaskDuration` covers the whole main thread."""
     browser.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
     return {m["name"]: m["value"] for m in browser.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]}
 
 
 def loops(browser: webdriver.Chrome, act: Callable[[], Any]) -> float:
     """
-    Return what `act` costs the page's main thread, in runs of a loop that takes a third of a second or so. No
-    task in it is longer, on any machine.
+    Return the cost of `act` on the page's main thread, in units of a loop that takes about a third of a
+    second. The units do not depend on the speed of the machine.
     """
     durations = [metrics(browser)["TaskDuration"]]
     for what in (act, lambda: browser.execute_script(_LOOP)):
@@ -109,7 +109,7 @@ def answers(port: int) -> bool:
 
 
 def until(browser: webdriver.Chrome, seen: Callable[[], Any], seconds: float = WAIT_S) -> Any:
-    """Return what `seen` does, once that is true."""
+    """Wait until the result of `seen` is true, and return it."""
     wait = WebDriverWait(browser, seconds, 0.05, ignored_exceptions=(Exception,))
     return wait.until(lambda _: seen())
 
@@ -128,7 +128,7 @@ def screen(browser: webdriver.Chrome, width: int, height: int = 900) -> None:
 
 
 def wear(browser: webdriver.Chrome, theme: str) -> None:
-    """Show the page in a theme, light or dark, at once: nothing moves from one colour to another."""
+    """Switch the page to a theme, light or dark, without transitions between colours."""
     wanted = {"prefers-color-scheme": theme, "prefers-reduced-motion": "reduce"}
     features = [{"name": name, "value": value} for name, value in wanted.items()]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
@@ -140,7 +140,7 @@ def as_started(browser: webdriver.Chrome) -> None:
 
 
 def looks_right(browser: webdriver.Chrome, url: str, *shown: str) -> None:
-    """A page shows these words, without a fault, at all widths, light and dark."""
+    """Check that a page shows the given words, without errors, at all widths, in light and dark."""
     browser.get(url)
     try:
         for what in shown:
@@ -156,15 +156,15 @@ def looks_right(browser: webdriver.Chrome, url: str, *shown: str) -> None:
 
 def end(server: Any) -> None:
     """
-    Have a waitress server serve no more. Its handlers end first: one that is left writes to a file descriptor
-    that may be another file's by then.
+    Stop a waitress server. Its handlers are ended first: a remaining handler would write to a file descriptor
+    that may belong to another file by then.
     """
     server.task_dispatcher.shutdown()
     server.close()
 
 
 class Served:
-    """A played session behind a server: it is played on, and the page follows."""
+    """A played session behind a server. As the session is played on, the page follows."""
 
     def __init__(self, played: Played) -> None:
         self.played = played
@@ -175,12 +175,12 @@ class Served:
         threading.Thread(target=self._server.run, daemon=True).start()
 
     def play(self, seconds: int, *, down: bool = False) -> None:
-        """Play so many seconds, of 5 steps each, and poll; `down`: the poll is not answered."""
+        """Play `seconds` seconds of 5 steps each, and poll. `down`: the poll is not answered."""
         self.played.source.down = down
         for _ in range(seconds):
             self.played.play(5)
         self.pages.poll()
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         end(self._server)

@@ -1,4 +1,4 @@
-"""Windows of layers as a rank sends them."""
+"""Windows of layers, in the form that a rank sends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LATE, LAYER = 5, "blocks.1.mlp"
 def window(
     times: dict[str, tuple[float, float]], steps: int = 40, noise: float = 0.05, **more: Any
 ) -> LayerWindow:
-    """A window of layers that take so many ms a step in forward and backward."""
+    """Return a window of layers that take the given ms per step in forward and backward."""
     layers = []
     for name, (forward, backward) in times.items():
         mean = forward + backward
@@ -42,7 +42,7 @@ def window(
 
 
 def measured(played: Played, n: int = 1, **more: Any) -> None:
-    """All ranks send `n` windows; LATE takes 12 ms longer in LAYER."""
+    """Let all ranks send `n` windows. Rank LATE takes 12 ms longer in LAYER."""
     for number in range(n):
         for node, relay in enumerate(played.relays):
             batches = []

@@ -1,8 +1,8 @@
 """
-Families of memory series with a known truth, and what of an answer is right: for tests and the benchmark.
+Families of memory series with a known truth, and a check of the answers. Used by tests and the benchmark.
 
-An outcome is `right`, `abstained` (nothing, or less, is said where something is true) or `wrong` (what is
-said is not true).
+An outcome is `right`, `abstained` (the answer says nothing, or less than is true) or `wrong` (the answer says
+something untrue).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Family = Callable[[int], Outcome]
 """Plays the case of a seed, judges it and returns the outcome."""
 GROWTH = ("creep", "persistent_drift")
 FORECAST_ERROR = 0.2
-"""A forecast is right within this share of the time that is left."""
+"""Largest relative error of a correct forecast, as a share of the time left."""
 
 
 def _rng(seed: int) -> np.random.Generator:
@@ -39,8 +39,8 @@ def _ranks(
     seed: int, begins_s: list[float], grow: Callable[[int, Float], Float], seconds: int = 240
 ) -> list[Series]:
     """
-    Return ranks on nodes of four that sample once a second, each in a phase of its own; a step takes and
-    gives back up to 400 MiB. The growth of rank r is `grow(r, time since begins_s[r])`.
+    Return the series of ranks, four per node. Each rank samples once a second, with its own phase. A step
+    allocates and frees up to 400 MiB. The growth of rank r is `grow(r, time since begins_s[r])`.
     """
     rng = np.random.default_rng(seed)
     series, step = [], float(rng.choice([5, 5, 100, 400])) * MIB
@@ -54,7 +54,10 @@ def _ranks(
 
 
 def followers_that_count_less(seed: int) -> Outcome:
-    """One rank leaks; 10 to 20 s later all others do, but have not grown by a tenth of their memory."""
+    """
+    One rank leaks. 10 to 20 s later all others leak too, but have not grown by a tenth of their
+    memory yet.
+    """
     rng = _rng(seed)
     world = int(rng.choice([2, 4, 8]))
     first, begin_s = int(rng.integers(world)), float(rng.uniform(60, 120))
@@ -62,7 +65,7 @@ def followers_that_count_less(seed: int) -> Outcome:
     begins_s = [begin_s if rank == first else begin_s + lag_s[rank] for rank in range(world)]
     rates = [float(rng.uniform(0.95, 1.05)) for _ in range(world)]
     last_s = 239 - begin_s
-    mib_s = 1300 / last_s  # a tenth of some 11.3 GiB counts
+    mib_s = 1300 / last_s  # a tenth of about 11.3 GiB is significant
     memory = judge(
         _ranks(
             seed,
@@ -75,7 +78,7 @@ def followers_that_count_less(seed: int) -> Outcome:
 
 
 def followers_that_count(seed: int) -> Outcome:
-    """One rank leaks; 8 to 30 s later all others do."""
+    """One rank leaks; all others begin 8 to 30 s later."""
     rng = _rng(seed)
     world = int(rng.choice([2, 4, 8]))
     first, begin_s = int(rng.integers(world)), float(rng.uniform(60, 120))
@@ -86,7 +89,7 @@ def followers_that_count(seed: int) -> Outcome:
 
 
 def followers_after_a_step(seed: int) -> Outcome:
-    """One rank rises by 2 to 4 GiB; 5 to 30 s later all others do, by half as much or more."""
+    """One rank rises by 2 to 4 GiB. 5 to 30 s later all others rise, by half as much or more."""
     rng = _rng(seed)
     world = int(rng.choice([2, 4, 8]))
     first, begin_s = int(rng.integers(world)), float(rng.uniform(60, 120))
@@ -99,7 +102,7 @@ def followers_after_a_step(seed: int) -> Outcome:
 
 
 def leaks_of_several_speeds_at_once(seed: int) -> Outcome:
-    """All ranks begin to leak at once, some twice as fast as others: no rank is first."""
+    """All ranks begin to leak at the same time, some twice as fast as others. No rank is first."""
     rng = _rng(seed)
     world, begin_s = int(rng.choice([2, 4, 8])), float(rng.uniform(60, 120))
     speeds = rng.uniform(10, 20, world)
@@ -110,7 +113,7 @@ def leaks_of_several_speeds_at_once(seed: int) -> Outcome:
 
 
 def unlike_growth_at_once(seed: int) -> Outcome:
-    """All ranks begin to grow at once: by a step, along a line or along a root. No rank is first."""
+    """All ranks begin to grow at the same time: by a step, linearly or as a square root. No rank is first."""
     rng = _rng(seed)
     world, begin_s = int(rng.choice([2, 4, 8])), float(rng.uniform(60, 120))
     shapes = rng.permutation(np.arange(world) % 3)
@@ -125,7 +128,7 @@ def unlike_growth_at_once(seed: int) -> Outcome:
 
 
 def walks_and_saws(seed: int) -> Outcome:
-    """Each rank of a host has memory that walks by chance, returns to a mean or is a saw: none leaks."""
+    """The memory of each rank of a host is a random walk, returns to a mean, or is a sawtooth. None leaks."""
     rng = _rng(seed)
     world, seconds = int(rng.choice([2, 4, 8])), int(rng.choice([40, 120, 300]))
     series = []
@@ -135,7 +138,7 @@ def walks_and_saws(seed: int) -> Outcome:
         level = np.zeros(seconds)
         for sample in range(1, seconds):
             level[sample] = kept * level[sample - 1] + steps[sample]
-        tooth = int(rng.integers(8, max(seconds // 3, 12)))  # of a saw's first tooth nobody can know the end
+        tooth = int(rng.integers(8, max(seconds // 3, 12)))  # nobody can predict the first tooth's end
         saw = float(rng.uniform(1, 30)) * MIB * (np.arange(seconds) % tooth)
         rss = 2 * GIB + (saw if rng.random() < 0.3 else level)
         series.append(on_host(rank, np.maximum(rss, 100 * MIB), node="a"))
@@ -146,7 +149,10 @@ def walks_and_saws(seed: int) -> Outcome:
 
 
 def _first(memory: Memory, begins_s: list[float], first: int) -> Outcome:
-    """Return the outcome; that ranks grew at once is wrong unless by an error in which all of them began."""
+    """
+    Return the outcome. "All grew at once" is wrong, unless all ranks began within the error of
+    measurement.
+    """
     if memory.first_cause is not None:
         return "right" if memory.first_cause.rank == first else "wrong"
     onset = memory.collective_onset
@@ -164,7 +170,7 @@ def _nobody(memory: Memory) -> Outcome:
 
 
 def cache_that_fills_on_one_rank(seed: int) -> Outcome:
-    """A cache of one rank fills and is full; that is healthy."""
+    """A cache of one rank fills up and then stays full, which is healthy."""
     rng = _rng(seed)
     world = int(rng.choice([2, 4, 8]))
     rank, begin_s = int(rng.integers(world)), float(rng.uniform(40, 80))
@@ -187,7 +193,10 @@ def cache_that_fills_on_one_rank(seed: int) -> Outcome:
 
 
 def host_whose_ranks_all_leak(seed: int) -> Outcome:
-    """Some or all ranks of a host leak; what is used of the host is noisy, as other programs come and go."""
+    """
+    Some or all ranks of a host leak. The used memory of the host is noisy, because other programs come and
+    go.
+    """
     rng = _rng(seed)
     world = int(rng.choice([2, 4, 8]))
     leaking = rng.permutation(world)[: int(rng.integers(2, world + 1))]
@@ -207,7 +216,7 @@ def host_whose_ranks_all_leak(seed: int) -> Outcome:
 
 
 def creep_and_drift_on_one_device(seed: int) -> Outcome:
-    """What a process has allocated creeps, and what it has outside of torch drifts."""
+    """The memory that a process has allocated creeps up, and its memory outside of torch drifts."""
     rng = _rng(seed)
     seconds = int(rng.choice([60, 240]))
     mib_s = rng.uniform(8, 16, 2)
@@ -220,7 +229,7 @@ def creep_and_drift_on_one_device(seed: int) -> Outcome:
 
 
 def two_processes_on_one_device(seed: int) -> Outcome:
-    """Two ranks share a device, of which both leak, each at a speed of its own."""
+    """Two ranks share a device. Both leak, each at a different speed."""
     rng = _rng(seed)
     seconds = int(rng.choice([60, 240]))
     mib_s, time_s = rng.uniform(6, 20, 2), np.arange(seconds)
@@ -235,12 +244,12 @@ def two_processes_on_one_device(seed: int) -> Outcome:
         on_device(rank, allocated[rank], held=reserved[rank], node="a", total=total, device_used_bytes=used)
         for rank in range(2)
     ]
-    left = total - float(used[-1]) + GIB  # of its own reserved memory a rank uses what is free
+    left = total - float(used[-1]) + GIB  # a rank first uses what is free of its own reserved memory
     return _forecast(judge(ranks, expected=2), left / (float(mib_s.sum()) * MIB))
 
 
 def lone_leak(seed: int) -> Outcome:
-    """One rank leaks along a line, with noise of up to a fifth of what it grows by."""
+    """One rank leaks linearly, with noise of up to a fifth of its growth."""
     rng = _rng(seed)
     seconds, mib_s = int(rng.choice([60, 120, 400])), float(rng.uniform(5, 30))
     grown = mib_s * MIB * np.arange(seconds)
@@ -262,7 +271,7 @@ def _forecast(memory: Memory, true_s: float) -> Outcome:
 
 
 def growth_along_a_root(seed: int) -> Outcome:
-    """Memory grows as the square root of time; how much depends on the seed."""
+    """Memory grows as the square root of time. The amount depends on the seed."""
     return _slowing(seed, np.sqrt)
 
 
@@ -279,7 +288,7 @@ def cache_that_still_fills(seed: int) -> Outcome:
 
 
 def _slowing(seed: int, shape: Callable[[Float], Float]) -> Outcome:
-    """A forecast by a line says too little time; severity by it says too much."""
+    """A linear forecast says too little time is left, and a severity based on it is too high."""
     rng = _rng(seed)
     seconds, grown = int(rng.choice([60, 200, 600])), float(rng.uniform(0.5, 4)) * GIB
     unit = np.arange(seconds) / seconds
@@ -297,7 +306,10 @@ def _slowing(seed: int, shape: Callable[[Float], Float]) -> Outcome:
 
 
 def drift_of_thirty_samples(seed: int) -> Outcome:
-    """The gap drifts cleanly for 30 samples: from the first on or later, to the last or to a level."""
+    """
+    The gap drifts steadily for 30 samples: from the first sample or later, to the last one or to
+    a level.
+    """
     rng = _rng(seed)
     before, after = [(0, 0), (120, 0), (0, 60), (120, 60)][int(rng.integers(4))]
     mib_s, seconds = float(rng.uniform(15, 60)), before + 30 + after
@@ -311,7 +323,7 @@ def drift_of_thirty_samples(seed: int) -> Outcome:
 
 
 def two_steps_of_the_gap(seed: int) -> Outcome:
-    """The gap rises twice, 20 samples apart or more, and stays: two steps."""
+    """The gap rises twice, at least 20 samples apart, and stays: two steps."""
     rng = _rng(seed)
     first = int(rng.integers(60, 100))
     second = first + int(rng.integers(20, 100))
@@ -329,23 +341,23 @@ def two_steps_of_the_gap(seed: int) -> Outcome:
 
 
 def _uses(world: int, times_s: list[float], op: str = "all_gather") -> list[Collective]:
-    """Return collectives that were marked at these times by every rank."""
+    """Return collectives that every rank has marked at these times."""
     marks = [BEGAN + round(seconds * SECOND) for seconds in times_s]
     return [Collective(rank, op, None, t_ns, t_ns) for rank in range(world) for t_ns in marks]
 
 
 def marked_spikes(seed: int) -> Outcome:
-    """The gap of all ranks rises for a sample or two around collectives that are marked."""
+    """The gap of all ranks rises for one or two samples around marked collectives."""
     return _spikes(seed, marked=True, together=True)
 
 
 def spikes_at_once_without_marks(seed: int) -> Outcome:
-    """The gap of all ranks rises for a moment at the same times; no collective is known."""
+    """The gap of all ranks rises briefly at the same times. No collective is known."""
     return _spikes(seed, marked=False, together=True)
 
 
 def spikes_of_one_rank_without_marks(seed: int) -> Outcome:
-    """Only the gap of one rank rises: nothing speaks for a collective."""
+    """Only the gap of one rank rises. Nothing suggests a collective."""
     return _spikes(seed, marked=False, together=False)
 
 
@@ -400,7 +412,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def outcomes(family: Family, seeds: range) -> dict[Outcome, int]:
-    """Return how often each outcome came, over the seeds."""
+    """Return the number of each outcome over the seeds."""
     counts: dict[Outcome, int] = {"right": 0, "abstained": 0, "wrong": 0}
     for seed in seeds:
         counts[family(seed)] += 1

@@ -1,4 +1,4 @@
-"""Memory samples of ranks as they look in real runs, for tests and the benchmark."""
+"""Memory samples of ranks that look like those of real runs, for tests and the benchmark."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def on_device(
     **more: Any,
 ) -> Series:
     """
-    Return the series of a rank on a GPU: torch holds `held` bytes, or half as much again as was allocated at
-    most; the process has `gap` bytes beside that. Steps begin `first_step_s` after `start_s`.
+    Return the series of a rank on a GPU. Torch holds `held` bytes, by default 1.5 times the peak of allocated
+    memory. The process uses `gap` bytes in addition. Steps begin `first_step_s` after `start_s`.
     """
     allocated = np.asarray(allocated, np.float64)
     reserved = np.maximum.accumulate(1.5 * allocated) if held is None else held + np.zeros(len(allocated))
@@ -67,7 +67,7 @@ def on_host(
     process: str = "",
     **more: Any,
 ) -> Series:
-    """Return the series of a rank without a device, on a host where `others` bytes are used beside it."""
+    """Return the series of a rank without a device, on a host where other programs use `others` bytes."""
     rss = np.asarray(rss, np.float64)
     columns = {
         "rss_bytes": rss,
@@ -111,13 +111,13 @@ def _series(
 
 
 def at(series_ns: int | None) -> float:
-    """Return a time in seconds since the beginning of all series."""
+    """Return a time in seconds since the common beginning of all series."""
     assert series_ns is not None
     return (series_ns - BEGAN) / SECOND
 
 
 def flat(n: int, seed: int = 0, level: float = 10 * GIB, noise: float = 5 * MIB) -> Float:
-    """Return memory that does not change, but for what a sample happens to see of a step."""
+    """Return memory that does not change, except for the part of a step that a sample happens to see."""
     return level + np.random.default_rng(seed).uniform(0, noise, n)
 
 

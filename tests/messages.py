@@ -1,4 +1,4 @@
-"""One message of every kind, with everything in it that may be."""
+"""One message of every kind, with every optional field set."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ RECORDS = [
     RouterTokens(63, "router", [1, 2, 1 << 62]),
     Sharding(1, 2, 3, 0, 4, 2, 1, 1, [2], [], {"stored": "float32"}, {"yes": 1}, [UnevenShard("w", 3, 1, 4)]),
 ]
-"""One of every kind that a rank sends, at least."""
+"""At least one record of every kind that a rank sends."""
 
 
 def rank_batch(n: int = 2, **changes: object) -> wire.RankBatch:
-    """Return a batch of `n` rows with nothing optional in it."""
+    """Return a batch of `n` rows without optional fields."""
     step = 70_000
     keys = struct.pack(f"<{n}q", *((step + i) << SEGMENT_BITS for i in range(n)))
     rows = struct.pack(f"<{n * N_STAGES}q", *([33_333_333] * (n * N_STAGES)))

@@ -1,4 +1,4 @@
-"""A session with a planted fault, played into a real aggregator: what pages and browsers show."""
+"""A session with a planted fault, played into a real aggregator. Pages and browsers show it."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 QUIET = (1.0, 2.0, 0.5, 6.0, 9.0, 1.5)
-"""ms of a balanced step: post_sync, data, prepare, forward, backward, sync_wait."""
+"""Stage times of a balanced step in ms: post_sync, data, prepare, forward, backward, sync_wait."""
 
 
 HOST = (0.4, 0.2, 0.1, 2.0, 3.0, 0.1)
-"""ms that the host of a device needs for it."""
+"""Stage times in ms of the host of a device in such a step."""
 LATE, FULL, SURE = range(LEAD_BYTES)
 
 
 def look(pages: SessionPages, page: str, **selection: Any) -> dict[str, Any]:
-    """Return what a page shows; `selection` as in its URL."""
+    """Return what a page shows. `selection` is as in the URL of the page."""
     key = str(selection.pop(page, ""))
     if page == "cell":
         key = msgspec.json.encode({name: selection.pop(name) for name in ("ranks", "first", "last")}).decode()
@@ -49,7 +49,7 @@ def look(pages: SessionPages, page: str, **selection: Any) -> dict[str, Any]:
 
 
 class PlayedSource:
-    """Asks an aggregator in this process; `down` makes it not answer."""
+    """A source that asks an aggregator in this process. `down`: it does not answer."""
 
     stored, starting = False, None
 
@@ -71,9 +71,10 @@ class PlayedSource:
 
 class Played:
     """
-    `world` ranks, `per_node` on each node, in the session folder `folder`. From step `onset` on, rank `late`
-    takes `late_ms` more in `stage`, and the others wait for it. `jitter_ms` of noise everywhere. `device`:
-    these are rows of a device, whose host needs HOST and is late where the rank is.
+    A played session of `world` ranks, `per_node` on each node, in the session folder `folder`. From step
+    `onset` on, rank `late` takes `late_ms` more in `stage`, and the others wait for it. All times have noise
+    of `jitter_ms`. `device`: the rows are from a device, whose host takes the times of HOST and is late when
+    the rank is.
     """
 
     def __init__(
@@ -102,19 +103,22 @@ class Played:
         self._rng = np.random.default_rng(seed)
         self._who, self._per_node, self._device = who, per_node, device
         self.clock_from = 0
-        """What a rank sends before this step has no times of its device,"""
+        """First step whose rows have times of the device."""
         self.every = 1
-        """and from there on one step in so many has."""
+        """From `clock_from` on, one step in every `every` steps has times of the device."""
         self.leaks: dict[int, int] = {}
-        """By rank: bytes that it allocates each second, and keeps."""
+        """Bytes that a rank allocates each second and keeps, by rank."""
         self.memory_s = 1
-        """Ranks sample memory every so many seconds; judging these is half of what a second costs."""
+        """Interval of memory samples, in s. Judging these samples is half of the cost of a second."""
         self._seconds = 0
         self._held: dict[int, list[bytes]] = {}
         self.begin()
 
     def begin(self, **who: Any) -> None:
-        """New processes for all ranks (`who`: attempt, job_id, …), from step 0."""
+        """
+        Start new processes for all ranks, from step 0. `who`: fields of their identity (attempt,
+        job_id, …).
+        """
         who = {**self._who, **who}
         self.step = 0
         self.ranks = [Rank(rank, self.world, per_node=self._per_node, **who) for rank in range(self.world)]
@@ -125,7 +129,7 @@ class Played:
         self.relays = [Relay(n, f"relay-{n}-{name}") for n in range(-(-self.world // self._per_node))]
 
     def rows(self, n: int) -> np.ndarray:
-        """The next `n` steps of all ranks, int64 ns (world, n, 6): nobody leaves before the last is there."""
+        """Return the next `n` steps of all ranks, int64 ns (world, n, 6). All ranks leave a step together."""
         local = np.array(QUIET) + self._rng.uniform(0, self._jitter, (self.world, n, N_STAGES))
         if self.late is not None:
             from_here = np.arange(self.step, self.step + n) >= self.onset
@@ -146,8 +150,9 @@ class Played:
         **fields: Any,
     ) -> None:
         """
-        One second: `steps` steps of all ranks but the `silent` ones (those of `lost` ones are dropped, what
-        `late` ones say arrives in a later second), a sample of each node, a judgement, which is what costs.
+        Play one second: `steps` steps of all ranks except `silent` ones, a sample of each node, and a
+        judgement, which is the expensive part. Rows of `lost` ranks are dropped. Messages of `late` ranks
+        arrive in a later second.
         """
         self.clock.tick()
         self._seconds += 1
@@ -170,7 +175,7 @@ class Played:
             self.aggregator.judge()
 
     def dies(self, rank: int, exit_code: int, message: str = "") -> None:
-        """The process of a rank is gone; its relay has seen that, and the rank raised what `message` has."""
+        """End the process of a rank. Its relay sees that; `message` is the exception that the rank raised."""
         self.clock.tick()
         who, relay = self.ranks[rank], self.relays[rank // self._per_node]
         error = {"traceback": f'  File "train.py", line 7, in step\n{message}'}
@@ -183,14 +188,14 @@ class Played:
         self.aggregator.judge()
 
     def end(self, exit_code: int = 0) -> None:
-        """All ranks say their last word, and the session is over."""
+        """Let all ranks send their final message, and end the session."""
         for node, relay in enumerate(self.relays):
             ranks = [rank for rank in self.ranks if rank.identity.node_rank == node]
             self.aggregator.ingest(relay.message(*(rank.batch(0, final=True) for rank in ranks)))
         self.aggregator.finish(wire.Finish(codec.VERSION, exit_code))
 
     def of_rank(self, rank: int) -> dict[str, Any]:
-        """Fields of what that rank alone sends."""
+        """Return the fields that only this rank sends."""
         return {}
 
     def _batch(self, rank: Rank, rows: np.ndarray, **fields: Any) -> bytes:
@@ -221,7 +226,7 @@ class Played:
         return [MemorySample(self.clock(), self.step, device, **host)]
 
     def _beside(self, rank: Rank, rows: np.ndarray) -> dict[str, Any]:
-        """What a rank with a device clock sends beside its rows: host rows and leads."""
+        """Return what a rank with a device clock sends in addition to its rows: host rows and leads."""
         n, number = len(rows), rank.identity.global_rank
         host = np.tile((np.array(HOST) * MS).astype("<i8"), (n, 1))
         leads = np.zeros((n, LEAD_BYTES), np.uint8)

@@ -1,4 +1,7 @@
-"""The library under `pynvml`, played: the binding itself is the real one, with its structs and exceptions."""
+"""
+A fake of the library under `pynvml`. The binding itself is the real one, with its structs and
+exceptions.
+"""
 
 # ruff: noqa: N802, N815  (NVML's names)
 
@@ -18,31 +21,34 @@ UNKNOWN_MEMORY = 0xFFFFFFFFFFFFFFFF
 
 @dataclass
 class Card:
-    """One device. `codes` are what functions return instead of an answer, by name."""
+    """
+    One device. `codes`: error codes that functions return instead of an answer, by name of the
+    function.
+    """
 
     name: str = "NVIDIA H200"
     util: int = 90
     reasons: int = 0x4
     mig: int | None = 0
-    """None: the card has no MIG."""
+    """MIG mode of the card. None: the card has no MIG."""
     processes: list[tuple[int, int]] = field(default_factory=list)
-    """(pid, bytes)."""
+    """Processes on the card: (pid, bytes)."""
     fields: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """(value type, value) by field."""
+    """Field values: field → (value type, value)."""
     codes: dict[str, int] = field(default_factory=dict)
     memory: tuple[int, int] = (10, 100)
-    """Bytes (used, total)."""
+    """Memory in bytes: (used, total)."""
     uuid: str = "GPU-0"
 
 
 class Library:
-    """`libnvidia-ml`; `lacks` are functions that this driver does not have."""
+    """A fake of `libnvidia-ml`. `lacks`: functions that this driver does not have."""
 
     def __init__(self, cards: Iterable[Card], lacks: Iterable[str] = ()) -> None:
         self.cards, self.lacks = list(cards), set(lacks)
 
     def function(self, name: str) -> Callable[..., int]:
-        """Return what the binding calls by that name."""
+        """Return the function that the binding calls by that name."""
         function = getattr(self, f"_{name.removesuffix('_v2').removesuffix('_v3')}", None)
         if function is None or name in self.lacks:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
@@ -115,7 +121,7 @@ class Library:
             kind, number = card.fields.get(value.fieldId, (-1, 0))
             value.nvmlReturn = NOT_SUPPORTED if kind < 0 else 0
             if kind == 1:
-                value.value.ullVal = 0xDEAD << 32  # the upper half of the union is nobody's
+                value.value.ullVal = 0xDEAD << 32  # the upper half of the union is not used
                 value.valueType, value.value.uiVal = kind, number
             elif kind >= 0:
                 value.valueType, value.value.ullVal = kind, number
@@ -140,7 +146,7 @@ class Library:
 
 
 def play(monkeypatch: pytest.MonkeyPatch, *cards: Card, lacks: Iterable[str] = ()) -> None:
-    """Have `pynvml` call a library with these devices."""
+    """Make `pynvml` call a fake library with these devices."""
     library = Library(cards, lacks)
     monkeypatch.setattr(pynvml, "_LoadNvmlLibrary", lambda: None)
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer", library.function)

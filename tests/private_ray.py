@@ -1,4 +1,4 @@
-"""A private Ray with a session's actors on it, as the launcher makes them; ranks played over the socket."""
+"""A private Ray with a session's actors, created as the launcher does. Ranks are played over the socket."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROWS = 5
 
 @contextlib.contextmanager
 def private_ray() -> Iterator[PrivateRay]:
-    """Start one, end it."""
+    """Start a private Ray, and end it afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
     (folder / "user").mkdir()
     ray = PrivateRay(folder, {**os.environ, "HOME": str(folder / "user")})
@@ -48,7 +48,7 @@ def private_ray() -> Iterator[PrivateRay]:
 
 
 def members(cluster: PrivateRay, name: str = "") -> list[psutil.Process]:
-    """Return the cluster's processes, or its actors of that class."""
+    """Return the processes of the cluster, or those of its actors of class `name`."""
     assert cluster._process is not None
     processes = []
     for process in session_members(cluster._process.pid):
@@ -102,7 +102,7 @@ def ask_helper(
 
 @contextlib.contextmanager
 def live_session(cluster: PrivateRay, **settings: Any) -> Iterator[Session]:
-    """Make a session on the cluster, end it."""
+    """Create a session on the cluster, and end it afterwards."""
     made = make_session(**settings)
     assert ask_helper(cluster, made.actors) == HelperReply(True)
     yield made
@@ -127,7 +127,7 @@ def make_session(**settings: Any) -> Session:
 
 
 class Rank:
-    """Sends batches like an agent: what is not known to be stored is sent again over a new connection."""
+    """Sends batches like an agent. Batches not known to be stored are sent again over a new connection."""
 
     def __init__(self, path: Path, number: int = 0) -> None:
         self.number = number
@@ -163,7 +163,7 @@ class Rank:
         until(self.take_replies, "acknowledged")
 
     def take_replies(self) -> bool:
-        """Return whether everything is acknowledged; a connection that was lost is made anew."""
+        """Process replies; return whether everything is acknowledged. A lost connection is made anew."""
         try:
             while self._held and self._sock:
                 data = self._sock.recv(1 << 16)
@@ -191,7 +191,7 @@ class Rank:
             self._sock = None
 
     def _connect(self) -> None:
-        """Connect, and send everything that is held, the oldest first."""
+        """Connect, and send everything that is held, oldest first."""
         try:
             self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
             self._sock.connect(str(self._path))

@@ -1,4 +1,4 @@
-"""A profile of a session, with small traces of torch's profiler in it."""
+"""A profile of a session, with small traces of torch's profiler."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from traceml_ray.store.profiles import Profile, ProfileStep, RankProfile
 
 MS = 1_000_000
 ROW = [10 * MS, 10 * MS, 0, 40 * MS, 30 * MS, 10 * MS]
-"""Of steps of 100 ms; a row begins 10 ms before its step."""
+"""Row of a step of 100 ms. A row begins 10 ms before its step."""
 
 
 def steps(number: int, begin_ns: int = WALL_NS, first: int = 0) -> list[ProfileStep]:
-    """Return steps of 100 ms, with the rows of each."""
+    """Return steps of 100 ms, each with its row."""
     begins = [begin_ns + number_of_step * 100 * MS for number_of_step in range(number)]
     return [
         ProfileStep(first + number_of_step, begin, begin + 100 * MS, begin + 90 * MS, ROW)
@@ -27,7 +27,10 @@ def steps(number: int, begin_ns: int = WALL_NS, first: int = 0) -> list[ProfileS
 
 
 def events(extra: int = 0, n: int = 2) -> list[dict[str, Any]]:
-    """Return what a rank does in `n` of them: `extra` copies more in `forward` than others."""
+    """
+    Return the trace events of a rank in `n` steps: `extra` more copies in `forward` than on the
+    other ranks.
+    """
     one = [operation("aten::mm", 20_000, 10_000), operation("aten::add", 60_000, 10_000)]
     one += [operation("aten::copy_", 32_000 + 600 * index, 500) for index in range(extra)]
     return [event | {"ts": event["ts"] + 100_000 * index} for index in range(n) for event in one]
@@ -41,8 +44,8 @@ def stored(
     **about: Any,
 ) -> Profile:
     """
-    Have a profile in a session's folder; `write` writes the trace of each rank to a path (gzip), `recorded`
-    are the steps that are known of it.
+    Create a profile in a session's folder. `write` writes the trace of each rank to a path (gzip).
+    `recorded`: the known steps of the profile.
     """
     here = profiles.unfinished(folder, name)
     ranks = list[RankProfile]()

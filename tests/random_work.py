@@ -1,4 +1,4 @@
-"""Random jobs whose work varies: kinds, sizes and causes that no family in `work_families` has chosen."""
+"""Random jobs with varying work: kinds, sizes and causes that no family in `work_families` contains."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC, PREPARE, SYNC
 Rng = np.random.Generator
 _JOBS = 77_001
 _HEALTHY, _TWO, _LASTING, _NOW_AND_THEN, _PART = 0.4, 0.47, 0.7, 0.8, 0.92
-"""Shares of the jobs, added up; what remains has two kinds of ranks."""
+"""Cumulative shares of the kinds of jobs. The rest has two kinds of ranks."""
 _LONG = 8
-"""Where sizes stay for so many steps, a rank with a rare large one looks as if it had become late."""
+"""If sizes stay for this many steps, a rank with a rare large size looks as if it had become late."""
 _VARIES = ((FORWARD, BACKWARD), (FORWARD, BACKWARD), (FORWARD,), (DATA,), (BACKWARD,))
 _STAGES = ((POST_SYNC,), (DATA,), (PREPARE,), (FORWARD,), (BACKWARD,), (FORWARD, BACKWARD))
 
 
 def random_job(seed: int) -> tuple[Played, str]:
-    """Return the run of a seed, always the same one, and what kind of run it is by the truth about it."""
+    """Return the run of a seed, always the same one, and its kind according to the truth about it."""
     rng = np.random.default_rng((_JOBS, seed))
     work, rare = random_work(rng)
     run = play(work, random_causes(rng, work, seed), seed)
@@ -44,7 +44,10 @@ def random_job(seed: int) -> tuple[Played, str]:
 
 
 def random_work(rng: Rng) -> tuple[Work, bool]:
-    """Return any job of 2 to 48 ranks with steps of 40 to 600 ms, and whether large sizes are rare in it."""
+    """
+    Return a random job of 2 to 48 ranks with steps of 40 to 600 ms, and whether large sizes are rare in the
+    job.
+    """
     ranks = int(rng.choice([2, 3, 4, 6, 8, 12, 16, 24, 32, 48]))
     step_ms = _between(rng, 40, 600)
     base_ms = tuple((step_ms * rng.dirichlet((0.8, 0.6, 0.4, 5, 9))).tolist())
@@ -73,7 +76,10 @@ def random_work(rng: Rng) -> tuple[Work, bool]:
 
 
 def random_causes(rng: Rng, work: Work, seed: int) -> list[Cause]:
-    """Return nothing, or one or two causes of any size, lasting, now and then, or for a part of the run."""
+    """
+    Return zero, one or two causes of any size that last, occur now and then, or last for a part
+    of the run.
+    """
     kind = rng.random()
     if kind < _HEALTHY:
         return []
@@ -96,7 +102,7 @@ def random_causes(rng: Rng, work: Work, seed: int) -> list[Cause]:
 
 
 def kind_of(run: Played) -> str:
-    """Return what kind of a run it is, by the truth about it."""
+    """Return the kind of a run, according to the truth about it."""
     place = run.costliest
     if place is None:
         return "healthy, random" if run.imbalance is None or run.imbalance < 0.12 else "imbalance, random"
@@ -106,7 +112,7 @@ def kind_of(run: Played) -> str:
 
 
 def _sizes(rng: Rng, stay: int) -> tuple[Sizes | None, float, bool]:
-    """Return how sizes are drawn, for how long they stay, and whether large ones are rare."""
+    """Return how sizes are drawn, for how many steps they stay, and whether large ones are rare."""
     memory = float(rng.uniform(0.3, 0.93))
     width, sigma = float(rng.uniform(0.15, 0.85)), float(rng.uniform(0.1, 0.7))
     kinds: list[tuple[Sizes | None, float]] = [

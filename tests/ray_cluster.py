@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, for tests: private, without authentication, ours alone."""
+"""A private Ray cluster of several nodes on this machine, for tests, without authentication."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SYSTEM_CONFIG = {
     "health_check_failure_threshold": 4,
 }
 """
-Ray's own way to find a lost node takes about 20 s otherwise; and its workers have a niceness of 15: beside
-tests that keep all cores busy, they would take minutes to begin.
+By default Ray takes about 20 s to detect a lost node, and its workers have a niceness of 15. Next to tests
+that keep all cores busy, they would take minutes to start.
 """
 
 
 def until(done: Callable[[], Any], what: str, seconds: float = 60) -> Any:
-    """Return the first true result of `done`."""
+    """Wait for the first true result of `done` and return it."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if result := done():
@@ -41,7 +41,10 @@ def until(done: Callable[[], Any], what: str, seconds: float = 60) -> Any:
 
 
 class FakeCluster:
-    """The head has this machine's address, the others 127.0.0.2, …; this process is a driver on the head."""
+    """
+    A cluster. The head has this machine's address, the other nodes 127.0.0.2, … This process is a driver on
+    the head.
+    """
 
     def __init__(self, folder: Path, cpus: int) -> None:
         from ray.cluster_utils import Cluster
@@ -53,7 +56,7 @@ class FakeCluster:
         self.address = str(self._cluster.address)
 
     def add(self, cpus: int = 2, **more: Any) -> Any:
-        """Add a node of so many CPUs; return it (`remove` takes it)."""
+        """Add a node with `cpus` CPUs; return the node. `remove` accepts it."""
         self._count += 1
         if self._count > 1:
             more.setdefault("node_ip_address", f"127.0.0.{self._count}")
@@ -67,11 +70,11 @@ class FakeCluster:
 
     @property
     def others(self) -> list[Any]:
-        """All nodes but the head."""
+        """All nodes except the head."""
         return list(self._cluster.worker_nodes)
 
     def remove(self, node: Any, *, graceful: bool = False) -> None:
-        """End a node, as a machine goes away."""
+        """End a node, as if its machine were gone."""
         self._cluster.remove_node(node, allow_graceful=graceful)
 
     def close(self) -> None:
@@ -84,12 +87,14 @@ class FakeCluster:
 @contextlib.contextmanager
 def fake_cluster(nodes: int = 1, cpus: int = 2, *, lean: bool = False) -> Iterator[FakeCluster]:
     """
-    Start a cluster, be connected to it, end it; for that long, the environment has what it needs.
+    Start a cluster, connect to it, and end it afterwards. Meanwhile the environment has the variables it
+    needs.
 
     Args:
-        nodes: how many there are.
-        cpus: of each node.
-        lean: without Ray's agents, a second of a core on each node: no actor has an environment of its own.
+        nodes: number of nodes.
+        cpus: number of CPUs of each node.
+        lean: start without Ray's agents, which saves a core-second per node. Then no actor can have its own
+            runtime environment.
     """
     folder = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
     before = set(psutil.Process().children(recursive=True))
@@ -106,10 +111,10 @@ def fake_cluster(nodes: int = 1, cpus: int = 2, *, lean: bool = False) -> Iterat
         import ray
         from ray._private import services
 
-        patch.setattr("ray._private.utils.write_ray_address", lambda *_: None)  # nobody else is to find it
+        patch.setattr("ray._private.utils.write_ray_address", lambda *_: None)  # hide it from others
         if lean:
             for name in ("start_ray_process", "start_api_server"):
-                patch.setattr(services, name, getattr(services, name))  # put back at the end
+                patch.setattr(services, name, getattr(services, name))  # restored at the end
             disable_agents()
         cluster = FakeCluster(folder, cpus)
         try:
@@ -127,12 +132,15 @@ def fake_cluster(nodes: int = 1, cpus: int = 2, *, lean: bool = False) -> Iterat
 
 
 def is_actor(process: psutil.Process, name: str) -> bool:
-    """Return whether it is an actor of that class; while one is being made, its own name comes first."""
+    """
+    Return whether a process is an actor of class `name`. While an actor is being created, its name comes
+    first.
+    """
     return re.match(f"ray::(.*:)?({name})", "".join(process.cmdline()[:1])) is not None
 
 
 def actor_processes(name: str) -> list[psutil.Process]:
-    """Return the processes of Ray actors of that class which descend from this process."""
+    """Return the processes of Ray actors of class `name` that descend from this process."""
     processes = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):

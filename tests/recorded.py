@@ -1,4 +1,4 @@
-"""Traces of torch's profiler: real ones, made where they are needed, and such as are written by hand."""
+"""Traces of torch's profiler: real ones, recorded when needed, and hand-written ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 WALL_NS = 1_790_857_026_000_000_000
-"""What the times of hand-written traces are counted from."""
+"""Time from which times of hand-written traces are counted, in ns since the epoch."""
 
 
 def profiled(path: Path, work: Callable[[], object], **options: bool) -> Any:
@@ -23,7 +23,7 @@ def profiled(path: Path, work: Callable[[], object], **options: bool) -> Any:
 
 
 def training(steps: int = 2) -> Callable[[], None]:
-    """Return a small training, with all that torch gives names to."""
+    """Return a small training loop that uses everything to which torch gives names."""
     import torch
     from torch.profiler import record_function
 
@@ -51,7 +51,7 @@ def operation(name: str, begin: float, length: float, **more: Any) -> dict[str, 
 
 
 def written(path: Path, events: Sequence[dict[str, Any]], **header: Any) -> Path:
-    """Write a trace by hand; gzip where its name says so."""
+    """Write a hand-written trace. It is gzipped if its name says so."""
     document = {"schemaVersion": 1, "baseTimeNanoseconds": WALL_NS, **header, "traceEvents": events}
     data = json.dumps(document, indent=1).encode()
     path.write_bytes(gzip.compress(data, 1) if path.suffix == ".gz" else data)

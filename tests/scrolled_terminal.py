@@ -1,4 +1,4 @@
-"""A terminal that scrolls: what a person sees of output, and of a panel that is drawn beneath it."""
+"""A terminal that scrolls: shows what a person sees of output and of a panel drawn beneath it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _WHOLE = re.compile(r"\x1b(\[\??[0-9;]*[A-Za-z]|[78D])")
 
 
 class ScrolledTerminal:
-    """Of `width` × `height` cells. `gone`: lines that have left it at the top."""
+    """A terminal of `width` × `height` cells. `gone`: lines that have scrolled off the top."""
 
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
@@ -17,7 +17,7 @@ class ScrolledTerminal:
         self.gone: list[str] = []
         self.x = self.y = 0
         self.first, self.last = 0, height - 1
-        """The lines that scroll."""
+        """First and last line of the scroll region."""
         self._saved = 0, 0
         self._held = ""
 
@@ -26,7 +26,10 @@ class ScrolledTerminal:
         return ["".join(row).rstrip() for row in self.rows]
 
     def resize(self, width: int, height: int) -> None:
-        """Lines are added or taken at the bottom, as long as the cursor's line stays; all of them scroll."""
+        """
+        Resize: lines are added or removed at the bottom, but the cursor's line stays. Then all
+        lines scroll.
+        """
         blank = [[" "] * self.width for _ in range(max(0, height - self.height))]
         rows = self.rows + blank
         while len(rows) > height and self.y >= height:

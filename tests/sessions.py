@@ -41,7 +41,7 @@ MS = 1_000_000
 
 
 class Clock:
-    """A wall clock that stands still until it is moved."""
+    """A wall clock that stands still until a test moves it."""
 
     def __init__(self) -> None:
         self.now = 1_700_000_000 * SECOND
@@ -50,7 +50,7 @@ class Clock:
         return self.now
 
     def timer(self) -> float:
-        """The same in seconds, for what measures how long something takes: here it takes no time."""
+        """Return the same time in seconds, for code that measures durations: here nothing takes time."""
         return self.now / SECOND
 
     def tick(self, seconds: float = 1.0) -> None:
@@ -60,7 +60,7 @@ class Clock:
 def identity(
     rank: int, world: int = 2, *, per_node: int = 8, attempt: int = 0, pid: int = 0, **other: Any
 ) -> RankIdentity:
-    """A rank of job `job` as torchrun has it; `other` are fields of RankIdentity."""
+    """Return a rank of job `job` as torchrun starts it. `other`: fields of RankIdentity."""
     node = rank // per_node
     local = min(world, per_node)
     identity = RankIdentity(
@@ -71,7 +71,7 @@ def identity(
 
 
 class Rank:
-    """One rank's agent: `rows` ms per step, sent in batches that count on from the last one."""
+    """The agent of one rank. It sends `rows` ms per step, in batches with consecutive numbers."""
 
     def __init__(self, number: int, world: int = 2, *, process_id: str | None = None, **who: Any) -> None:
         self.identity = identity(number, world, **who)
@@ -83,8 +83,8 @@ class Rank:
 
     def batch(self, steps: int = 1, ms: list[float] | None = None, **fields: Any) -> bytes:
         """
-        The next batch, `steps` rows of `ms` (default: a balanced 10 ms step). `fields` that are kinds of
-        records (`memory`, `work`, …) are lists of these.
+        Return the next batch, with `steps` rows of `ms` (default: a balanced 10 ms step). `fields` whose
+        names are kinds of records (`memory`, `work`, …) are lists of such records.
         """
         row = np.array([1, 2, 0, 3, 3, 1] if ms is None else ms) * MS
         first = self.produced
@@ -105,7 +105,7 @@ class Rank:
 
 
 def with_records(fields: dict[str, Any]) -> dict[str, Any]:
-    """`fields` of a message; those that are kinds of records as it has them."""
+    """Return the `fields` of a message, with kinds of records converted to their form in the message."""
     records = {
         name: [encode_part(one) for one in fields[name]] for name in KINDS.keys() & fields if fields[name]
     }
@@ -114,12 +114,12 @@ def with_records(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def records_of(batch: wire.RankBatch | wire.RelayBatch, kind: Kind[R]) -> list[R]:
-    """The records of a kind in a message."""
+    """Return the records of one kind in a message."""
     return [kind.decode(raw) for raw in batch.records.get(kind.name, ())]
 
 
 class Relay:
-    """One node's relay: numbers its messages and remembers what is confirmed."""
+    """The relay of one node. It numbers its messages and remembers what is confirmed."""
 
     def __init__(self, node: int = 0, incarnation: str | None = None) -> None:
         self.node = wire.NodeIdentity(f"node-{node}", f"host-{node}", f"10.0.0.{node + 1}")
@@ -127,7 +127,10 @@ class Relay:
         self.seq = 0
 
     def message(self, *batches: bytes, seq: int | None = None, sent_ns: int = 0, **fields: Any) -> bytes:
-        """The next message; `fields` that are kinds of records (`node`) are lists of these."""
+        """
+        Return the next message. `fields` whose names are kinds of records (`node`) are lists of
+        such records.
+        """
         if seq is None:
             self.seq += 1
         return codec.encode(
@@ -140,8 +143,8 @@ class Relay:
 
 class Straight:
     """
-    A relay's way to an aggregator in the same process: what Ray would carry, in order and a moment later. The
-    answers are those of the actor's own methods.
+    A relay's transport to an aggregator in the same process. It delivers what Ray would deliver, in order and
+    a moment later. The answers come from the methods of the actor.
     """
 
     def __init__(self, aggregator: AggregatorCore) -> None:
@@ -150,7 +153,7 @@ class Straight:
         self.attach(aggregator)
 
     def attach(self, aggregator: AggregatorCore) -> None:
-        """From here on it is this one that answers."""
+        """From now on, let this aggregator answer."""
         self._actor = actor_of(aggregator)
 
     def ingest(self, data: bytes, commit: bool) -> bool:
@@ -160,7 +163,7 @@ class Straight:
         return self._call(lambda: self._actor.finish(data))
 
     def poll(self) -> list[bytes | Exception]:
-        """The actor's other thread writes what is due after each answer."""
+        """Return replies. The actor's other thread writes what is due after each answer."""
         calls, self._calls = self._calls, []
         answers: list[bytes | Exception] = [call() for call in calls]
         if calls:
@@ -168,7 +171,7 @@ class Straight:
         return answers
 
     def send_part(self, data: bytes) -> bool:
-        """Answered at once: the actor has a thread of its own for these."""
+        """Answer at once: the actor has a separate thread for these calls."""
         self._parts.append(self._actor.bulk(data))
         return True
 
@@ -184,7 +187,7 @@ class Straight:
 
 
 def actor_of(aggregator: AggregatorCore, **settings: Any) -> Any:
-    """An aggregator's actor without what its `__init__` asks of Ray; its threads do not run."""
+    """Return an aggregator actor made without Ray, which its `__init__` needs. Its threads do not run."""
     made: Any = object.__new__(Aggregator)
     made._config = ActorConfig("s", Settings(**settings))
     made._core, made._held, made._node_id, made._alone = aggregator, None, "n", False
@@ -194,7 +197,7 @@ def actor_of(aggregator: AggregatorCore, **settings: Any) -> Any:
 
 
 class NoSamples:
-    """A node's sampler that has one sample at most: the one that a test puts there."""
+    """A node sampler with at most one sample: the one that a test sets."""
 
     errors: Counter[str] = Counter()
     sample: NodeSample | None = None
@@ -205,11 +208,14 @@ class NoSamples:
 
 
 LIMITS = Thresholds(hold_s=0.2, hold_group_s=0.2, hold_cost_s=0.05)
-"""What is played here takes seconds of the clock, but its steps take only some tenths of one."""
+"""
+Thresholds for played sessions. They take seconds of the clock, but their steps only some tenths
+of a second.
+"""
 
 
 def aggregation(folder: Path, clock: Clock | None = None, **info: Any) -> AggregatorCore:
-    """An aggregator on `folder`; it profiles nothing without being asked."""
+    """Return an aggregator on `folder`. It makes no automatic profiles."""
     folder.mkdir(parents=True, exist_ok=True)
     clock, settings = clock or Clock(), Settings(thresholds=LIMITS, auto_profile=0)
     return AggregatorCore(folder, settings, {"launcher": "torchrun", **info}, clock, clock)
@@ -227,8 +233,8 @@ def run_message(aggregator: AggregatorCore, run: str = "job", **fields: Any) -> 
 
 def ask(aggregator: AggregatorCore, what: str, **fields: Any) -> Any:
     """
-    The answer to a question of `store.query`, by its name; of those with a cursor, the items. Verdicts and
-    summaries are plain, as JSON has them.
+    Return the answer to a question of `store.query`, by its name. For questions with a cursor, return the
+    items. Verdicts and summaries are plain values, as in JSON.
     """
     kinds = {kind.__struct_config__.tag: kind for kind in QUESTIONS}
     request: Any = kinds[what.title().replace("_", "")](**fields)
@@ -239,23 +245,26 @@ def ask(aggregator: AggregatorCore, what: str, **fields: Any) -> Any:
 
 
 def written_summary(file: SessionFile, limits: Thresholds, run: str | None = None) -> dict[str, Any]:
-    """What `summary.json` has of a session."""
+    """Return what `summary.json` contains for a session."""
     summary: dict[str, Any] = json.loads(as_json(plain(summarize(file, limits, run))))
     return summary
 
 
 def stored(folder: Path) -> Callable[[bytes], bytes]:
-    """What answers questions from the session file in `folder`."""
+    """Return a function that answers questions from the session file in `folder`."""
     return Answers(folder, LIMITS).reply
 
 
 def confirmed(reply: bytes) -> int:
-    """The number up to which a reply says that messages are stored."""
+    """Return the number up to which messages are stored, according to a reply."""
     return codec.decode(reply, wire.RelayReply).stored_seq
 
 
 def check_ledger(folder: Path) -> dict[str, Any]:
-    """Check that every produced row is accounted for, and that the stored ones are in the file once."""
+    """
+    Check that every produced row is accounted for, and that each stored row is in the file
+    exactly once.
+    """
     with SessionFile(folder / "session.sqlite") as session:
         count: dict[str, Any] = msgspec.to_builtins(session.ledger())
         for part in (count, *count["per_rank"].values()):
@@ -274,12 +283,15 @@ def check_ledger(folder: Path) -> dict[str, Any]:
 
 
 def _unknown(session: SessionFile) -> int:
-    """Rows of processes that are of no run, because it is not known who they are."""
+    """Return the number of rows of processes without a run, because their identity is not known."""
     return sum(process.produced for process in session.processes() if process.identity is None)
 
 
 def doubled_rows(stored: SessionFile) -> int:
-    """Return how many rows of a session file overlap others, else by how many they are not those counted."""
+    """
+    Return the number of rows that overlap others. If none overlap, return the difference to the
+    counted rows.
+    """
     ends: dict[int, int] = {}
     rows = doubled = 0
     for process, first, n in stored._all("SELECT process, first_row, n FROM chunk ORDER BY 1, 2"):
@@ -297,7 +309,7 @@ _SHOWN = {"page": "children", "answer": "data"} | dict.fromkeys(
 def refresh_request(
     tick: Any = 1, pathname: Any = "/", search: Any = "", zone: Any = "UTC", seen: Any = None
 ) -> dict[str, Any]:
-    """Return what a browser posts for a refresh of a page."""
+    """Return what a browser posts to refresh a page."""
     inputs = (("tick", "n_intervals"), ("url", "pathname"), ("url", "search"), ("timezone", "data"))
     values = zip(inputs, (tick, pathname, search, zone), strict=True)
     return {
@@ -310,7 +322,7 @@ def refresh_request(
 
 
 def watch(url: str) -> str:
-    """Ask the web app for a refresh of the overview, as a browser does; return the answer."""
+    """Request a refresh of the overview from the web app, as a browser does. Return the answer."""
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(
         url + "_dash-update-component", json.dumps(refresh_request()).encode(), headers

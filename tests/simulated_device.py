@@ -1,10 +1,11 @@
 """
-Rows of ranks that queue their work on a device, without a device: what events at the marks would show.
+Rows of ranks that queue work on a simulated device: what events at the marks would show.
 
-Each rank has a host program, a bounded launch queue, a compute and a communication stream. A kernel runs when
-the host has launched it and the stream is free; a bucket is exchanged when the last rank has come to it, and
-slows the compute stream down from the moment when a rank's own kernel begins to wait for it. All of this is
-max-plus, computed for many windows of one job at once: arrays of shape (faults × seeds, ranks), ms.
+Each rank has a host program, a bounded launch queue, a compute stream and a communication stream. A kernel
+runs when the host has launched it and the stream is free. A bucket is exchanged when the last rank has
+reached it. It slows the compute stream down from the moment when the rank's own communication kernel begins
+to wait for it. All of this is max-plus algebra, computed for many windows of one job at once, with arrays of
+shape (faults × seeds, ranks) in ms.
 """
 
 from __future__ import annotations
@@ -30,16 +31,19 @@ from traceml_ray.stages import (
 
 LOCAL = 5
 WARM = 40
-"""Steps until the launch queues are as full as they get, which no window has."""
+"""Number of steps until the launch queues are as full as they get. No window contains these steps."""
 SYNC_MS = 0.02
-"""What a wait of the host for its device takes at least."""
+"""Shortest wait of the host for its device, in ms."""
 FULL_MS = 0.05
 LATE_MS, LATE_SHARE = 0.1, 0.05
-"""A host is late whose lead is below the larger of these; the second is a share of its median row."""
+"""A host is late if its lead is below the larger of these: LATE_MS, and LATE_SHARE of its median row."""
 
 
 class Fault(NamedTuple):
-    """What is slower on `rank`: `host` or `device`, in `stages`, by `ms` a step each and by `times`."""
+    """
+    A slowdown of `rank`: its `host` or `device` is slower in `stages`, by `ms` per step in each and by
+    `times`.
+    """
 
     rank: int
     where: str
@@ -51,14 +55,14 @@ class Fault(NamedTuple):
 @dataclass(frozen=True)
 class Job:
     """
-    `host` and `device` ms of (post_sync, data, prepare, forward, backward), `kernels` of each; one exchange
-    of `exchange_ms` in `buckets`.
+    A job. `host` and `device` have the ms of (post_sync, data, prepare, forward, backward), and `kernels` the
+    number of kernels of each. There is one exchange of `exchange_ms` in `buckets`.
 
-    `slots`: places in the launch queue, of which events take some, too, or not. `waits`: where the host waits
-    for its device: `loss` (before backward), `end` (after the optimizer), `scaler` (before it), `copy` (a
-    blocking copy in prepare). `micro` batches are accumulated. Noise is of whole stages, as a share; a stage
-    is in `tails` of the steps `tail_times` as long. `spread` is a lasting difference between ranks, `memory`
-    the correlation of a host's noise from step to step.
+    `slots`: size of the launch queue; events may take places in it or not. `waits`: where the host waits for
+    its device: `loss` (before backward), `end` (after the optimizer), `scaler` (before the optimizer), `copy`
+    (a blocking copy in prepare). `micro`: number of accumulated micro-batches. Noise applies to whole stages,
+    as a share. In a share `tails` of the steps, a stage is `tail_times` as long. `spread`: lasting difference
+    between ranks. `memory`: correlation of a host's noise from step to step.
     """
 
     host: tuple[float, ...] = (1, 1, 0, 3, 4)
@@ -79,34 +83,43 @@ class Job:
     spread: float = 0.0
     memory: float = 0.0
     launch_ms: float = 0.0
-    """How long an idle stream takes to begin what is launched."""
+    """Time that an idle stream takes to begin launched work, in ms."""
     syncs: int = 1
-    """Of the micro-batches so many, evenly spread, are followed by an exchange: a row (segment) each."""
+    """
+    Number of micro-batches, evenly spread, that are followed by an exchange. Each gives one row
+    (segment).
+    """
     layers: int = 0
-    """FSDP: the parameters of so many layers are gathered before each layer's forward and backward, and their
-    gradients reduced behind it, with marks at each wait; a third of the exchange is of either kind."""
+    """
+    FSDP: number of layers whose parameters are gathered before the layer's forward and backward. Their
+    gradients are reduced after backward. Each wait has marks. A third of the exchange belongs to each kind of
+    collective.
+    """
     sampled: int = 1
-    """Of so many steps one has marks at its waits, and a row on the device's clock."""
+    """One step in every `sampled` steps has marks at its waits, and a row on the device's clock."""
 
     def holding(self, steps: float) -> Job:
-        """Return the job with a launch queue of so many steps."""
+        """Return the job with a launch queue that holds `steps` steps."""
         a_step = self.kernels[POST_SYNC] + self.micro * (sum(self.kernels[1:]) + 6 * self.events_too)
         return replace(self, slots=max(1, round(steps * a_step)))
 
 
 class Marks(NamedTuple):
-    """Of every mark (steps, marks, windows, ranks): when host and device made it; how long it took."""
+    """
+    All marks, shape (steps, marks, windows, ranks): times at which host and device made them, and
+    their cost.
+    """
 
     host: np.ndarray
     device: np.ndarray
     took: np.ndarray
     stages: tuple[int, ...]
-    """The stage that each mark closes."""
+    """Stage that each mark closes."""
 
 
 @dataclass
 class _Streams:
-    """The state of all ranks (W, R)."""
+    """The state of the streams of all ranks (W, R)."""
 
     job: Job
     shape: tuple[int, int]
@@ -116,21 +129,24 @@ class _Streams:
     gather: np.ndarray = field(init=False)
     queue: deque[np.ndarray] = field(init=False)
     spins: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    """From when to when the exchange of each bucket of this backward is on the device."""
+    """Times from which and until which the exchange of each bucket of this backward is on the device."""
 
     def __post_init__(self) -> None:
         self.host, self.compute, self.exchange, self.gather = (np.zeros(self.shape) for _ in range(4))
         self.queue = deque([np.zeros(self.shape)] * self.job.slots, maxlen=self.job.slots)
 
     def launch(self, work: np.ndarray) -> None:
-        """The host waits for a place in the queue; the kernel runs when all before it has."""
+        """The host waits for a place in the queue. The kernel runs when all kernels before it have run."""
         self.host = np.maximum(self.host, self.queue[0])
         start = np.maximum(self.host + self.job.launch_ms, self.compute)
         self.queue.append(start)
         self.compute = self._run(start, work)
 
     def _run(self, now: np.ndarray, work: np.ndarray) -> np.ndarray:
-        """Return when a kernel ends that begins now: slower while an exchange is on the device."""
+        """
+        Return the end of a kernel that begins at `now`. It is slower while an exchange is on the
+        device.
+        """
         rate = 1 - self.job.contention
         for begin, end in self.spins:
             alone = np.minimum(work, np.maximum(begin - now, 0))
@@ -140,7 +156,10 @@ class _Streams:
         return now + work
 
     def mark(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """An event: when the host records it, when the device comes to it, how long recording takes."""
+        """
+        Record an event. Return the time on the host, the time on the device, and how long
+        recording takes.
+        """
         made = self.host
         if self.job.events_too:
             self.host = np.maximum(self.host, self.queue[0])
@@ -157,16 +176,16 @@ class _Streams:
         self.host = self.compute = np.maximum(self.host, self.compute) + work
 
     def bucket(self, work: np.ndarray) -> None:
-        """All exchange the bucket when the last has come to it."""
+        """All ranks exchange the bucket when the last rank has reached it."""
         self.exchange = self.together(np.maximum(self.compute, self.exchange), work)
 
     def gathered(self, free: np.ndarray, work: np.ndarray) -> np.ndarray:
-        """Return when the next layer's parameters are there: gathered from `free` on."""
+        """Return when the parameters of the next layer are there, gathered from `free` on."""
         self.gather = self.together(np.maximum(free, self.gather), work)
         return self.gather
 
     def together(self, since: np.ndarray, work: np.ndarray) -> np.ndarray:
-        """Return when a collective ends that each rank can begin at `since`."""
+        """Return the end of a collective that each rank can begin at `since`."""
         joins = np.maximum(self.host, since)
         done = joins.max(axis=1, keepdims=True) + work
         self.spins.append((joins, np.broadcast_to(done, joins.shape)))
@@ -181,7 +200,7 @@ class _Streams:
 def marks_of(
     job: Job, faults: Sequence[Fault | None] = (None,), seeds: int = 1, steps: int = 50, seed: int = 0
 ) -> Marks:
-    """Run `steps` steps of `job` with each of `faults`, `seeds` times each: the same noise for all faults."""
+    """Run `steps` steps of `job` with each of `faults`, `seeds` times each. All faults see the same noise."""
     rng = np.random.default_rng(seed)
     streams = _Streams(job, (len(faults) * seeds, job.ranks))
     noise = _noise(job, seeds, rng)
@@ -205,7 +224,10 @@ def marks_of(
 
 
 def _by_segment(marks: Marks, syncs: int) -> Marks:
-    """Return marks of steps as those of their segments; of the first step the last one."""
+    """
+    Return marks of steps as marks of their segments. For the first step, only its last segment is
+    returned.
+    """
     per_sync = len(marks.stages) // syncs
     times = (
         times_of_marks.reshape(-1, per_sync, *times_of_marks.shape[2:])[syncs - 1 :]
@@ -217,7 +239,7 @@ def _by_segment(marks: Marks, syncs: int) -> Marks:
 def _step(
     job: Job, streams: _Streams, host: np.ndarray, device: np.ndarray, exchange: np.ndarray
 ) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:
-    """One step of all ranks; yields each mark with the stage that it closes."""
+    """Run one step of all ranks. Yields each mark with the stage that it closes."""
 
     def work(stage: int, after: int = 0, parts: int = 1) -> None:
         n = -(-job.kernels[stage] // parts)
@@ -264,7 +286,10 @@ def _step(
 def _sharded(
     job: Job, streams: _Streams, work: Callable[..., None], exchange: np.ndarray
 ) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:
-    """Forward and backward whose layers wait for their parameters, and for the reduction before the last."""
+    """
+    Forward and backward in which layers wait for their parameters, and for the reduction before
+    the last one.
+    """
     layers, exchange_ms = job.layers, exchange / (3 * job.layers)
 
     def waiting(stage: int, until: np.ndarray) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:
@@ -298,7 +323,7 @@ def _sharded(
 def _noise(
     job: Job, seeds: int, rng: np.random.Generator
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield what the hosts (5, N, R), the devices (5, N, R) and the exchange (N, 1) take in each step."""
+    """Yield the times of hosts (5, N, R), devices (5, N, R) and exchange (N, 1) in each step."""
     shape = (LOCAL, seeds, job.ranks)
     lasting = 1 + job.spread * rng.standard_normal((2, 1, seeds, job.ranks))
     host, device = (np.array(values, float)[:, None, None] / 1 for values in (job.host, job.device))
@@ -318,7 +343,7 @@ def _noise(
 
 
 def _with(job: Job, taken: np.ndarray, faults: Sequence[Fault | None], where: str) -> np.ndarray:
-    """Return (5, faults × N, R): what each stage takes, of a micro-batch, with each of the faults."""
+    """Return (5, faults × N, R): the time of each stage of a micro-batch, with each of the faults."""
     every = np.tile(taken, (1, len(faults), 1))
     seeds = taken.shape[1]
     for number, fault in enumerate(faults):
@@ -332,8 +357,8 @@ def _with(job: Job, taken: np.ndarray, faults: Sequence[Fault | None], where: st
 
 def rows_of(marks: Marks) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
-    Return `d` and `h` int64 ns (W, K, R, 6), `leads` uint8 (W, K, R, 3): what travels of the steps but the
-    first.
+    Return what ranks send of all steps except the first: `d` and `h` int64 ns (W, K, R, 6), `leads` uint8 (W,
+    K, R, 3).
     """
     count = len(marks.stages)
     host, device, lead, took = (

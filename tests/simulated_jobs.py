@@ -1,4 +1,4 @@
-"""Jobs and faults for the simulated device, and how the verdicts over them are counted."""
+"""Jobs and faults for the simulated device, and how the verdicts on them are counted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EQUAL = replace(NOISY, host=(4, 1, 1, 12, 18))
 
 
 def waiting(job: Job, *places: str) -> Job:
-    """Return the job with a host that waits for its device there."""
+    """Return the job with a host that waits for its device at these places."""
     return replace(job, waits=frozenset(places))
 
 
@@ -60,7 +60,7 @@ COUPLED_HOST_BOUND_JOBS = {
     "host-bound, two synced backwards, loss.item()": waiting(HOST_BOUND_SYNCS, "loss"),
 }
 LARGE = {"kernels": (5, 0, 1, 40, 80), "slots": 5}
-"""A step of many kernels, of which the launch queue holds a twenty-fifth: a host is never far ahead."""
+"""A step of many kernels. The launch queue holds a twenty-fifth of them, so the host is never far ahead."""
 LARGE_DEVICE_BOUND_JOBS = {
     "large step": replace(NOISY, **LARGE),
     "large step, slow exchange": replace(NOISY, exchange_ms=20.0, **LARGE),
@@ -91,13 +91,13 @@ SLOWER = 1.3
 
 
 def single_faults(job: Job, rank: int, sizes: Sequence[float] = (0.15, 0.30)) -> list[Fault]:
-    """Return each fault of one stage, as large as those shares of the step."""
+    """Return each fault of a single stage, with these sizes as shares of the step."""
     step = max(sum(job.host), sum(job.device) + job.exchange_ms)
     return [Fault(rank, where, stages, ms=size * step) for where, stages in SINGLE for size in sizes]
 
 
 def several_faults(rank: int) -> list[Fault]:
-    """Return faults of several stages: a device that is throttled, a larger batch."""
+    """Return faults of several stages: a throttled device, and a larger batch."""
     return [
         Fault(rank, "device", (POST_SYNC, PREPARE, FORWARD, BACKWARD), times=SLOWER),
         Fault(rank, "device", (PREPARE, FORWARD, BACKWARD), times=SLOWER),
@@ -105,7 +105,7 @@ def several_faults(rank: int) -> list[Fault]:
 
 
 def random_job(rng: np.random.Generator) -> tuple[Job, float]:
-    """Return any job, and how long its hosts take compared with its devices."""
+    """Return a random job, and how long its hosts take compared with its devices."""
     device = 10 ** rng.uniform(0.8, 2.3) * rng.dirichlet((3, 1, 8, 16)) * np.array([1, 0.3, 1, 1])
     shares = rng.dirichlet((3, 1, 1, 8, 10))
     exchange = float(rng.uniform(0.02, 0.4) * device.sum())
@@ -134,7 +134,7 @@ def random_job(rng: np.random.Generator) -> tuple[Job, float]:
 
 
 def other_job(rng: np.random.Generator) -> tuple[Job, float]:
-    """Return a job of another kind: finer kernels, heavier tails, longer and shorter queues."""
+    """Return a random job of another kind: finer kernels, heavier tails, longer and shorter queues."""
     device = float(rng.uniform(20, 400)) * rng.dirichlet((2, 0.5, 5, 9))
     ratio = float(np.exp(rng.uniform(np.log(0.2), np.log(1.6))))
     host = ratio * device.sum() * rng.dirichlet((2, 2, 1, 5, 7))
@@ -162,7 +162,10 @@ def other_job(rng: np.random.Generator) -> tuple[Job, float]:
 
 
 def coupled_job(rng: np.random.Generator) -> tuple[Job, float]:
-    """Return a job whose ranks exchange several times a step: FSDP, or several synced backwards."""
+    """
+    Return a random job whose ranks exchange several times a step: FSDP, or several synchronised
+    backwards.
+    """
     job, ratio = random_job(rng)
     layers, syncs = int(rng.integers(2, 9)), int(rng.integers(2, 4))
     sampled = int(rng.choice([1, 1, 2]))
@@ -173,24 +176,27 @@ def coupled_job(rng: np.random.Generator) -> tuple[Job, float]:
 
 @dataclass
 class SummedSteps:
-    """Verdicts over windows with a fault, by what it costs; over windows without, by label."""
+    """Counts of verdicts: on windows with a fault, by its cost; on windows without a fault, by label."""
 
     windows: int = 0
     costs: int = 0
-    """Faults that cost `COSTLY` or more, and of these:"""
+    """Number of faults that cost `COSTLY` or more."""
     rank: int = 0
     stage: int = 0
-    """the rank is right, the stage as well,"""
+    """Of the faults in `costs`: number with the right rank and the right stage."""
     abstains: int = 0
     healthy: int = 0
     wrong: int = 0
-    """Another rank is named, whatever the fault costs."""
+    """Number of faults, of any cost, for which another rank was named."""
     free: int = 0
-    """Faults that cost less than `FREE`, and of these:"""
+    """Number of faults that cost less than `FREE`."""
     free_named: int = 0
     labels: Counter[str] = field(default_factory=Counter)
     stalls: Counter[str] = field(default_factory=Counter)
-    """Of windows without a fault whose stalls (`tails`) cost `COSTLY` or more; `labels` has the others."""
+    """
+    Labels of windows without a fault whose stalls (`tails`) cost `COSTLY` or more. `labels` has the other
+    windows.
+    """
     notes: list[str] = field(default_factory=list)
 
     def add(self, verdict: Verdict, fault: Fault | None, cost: float, note: str = "") -> None:
@@ -243,7 +249,7 @@ def play(
     plain: bool = False,
     steps: int = 50,
 ) -> None:
-    """Judge the windows of `faults` of so many `steps`, `seeds` of each; `plain`: without the hosts' part."""
+    """Judge windows of `faults` of `steps` steps, `seeds` of each. `plain`: without the hosts' part."""
     alone = list(faults) == [None]
     of_each = windows(job, faults if alone else [*faults, None], seeds, steps, seed)
     calm = of_each[-1]

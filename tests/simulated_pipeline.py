@@ -1,9 +1,9 @@
 """
-Rows of ranks that train a pipeline with data-parallel replicas of each stage, without processes.
+Simulated rows of ranks that train a pipeline with data-parallel replicas of each stage.
 
 Each rank runs its micro-batches in the order of its schedule, waits for what it receives, and exchanges
-gradients with its replicas at the end of its last backward. All of this is max-plus, computed for many
-windows of one job at once: arrays of shape (seeds,), ms.
+gradients with its replicas at the end of its last backward. All of this is max-plus algebra, computed for
+many windows of one job at once, with arrays of shape (seeds,) in ms.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ Op = tuple[int, int]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """`work[s]` is what a forward of stage s takes for one micro-batch, ms; a backward takes twice that."""
+    """
+    A pipeline. `work[s]` is the time of a forward of stage s for one micro-batch, in ms. A backward takes
+    twice that.
+    """
 
     work: tuple[float, ...] = (2.0, 2.0)
     replicas: int = 2
@@ -42,19 +45,22 @@ class Pipeline:
     exchange_ms: float = 3.0
     send_ms: float = 0.1
     least_ms: float = 0.01
-    """What a wait takes where there is nothing to wait for."""
+    """Time of a wait that does not have to wait for anything, in ms."""
     noise: float = 0.05
     exchange_first: bool = False
-    """The last gradient is sent once gradients were exchanged, as DDP in torch's pipelines does it."""
+    """
+    Whether the last gradient is sent only after gradients were exchanged, as with DDP in torch's
+    pipelines.
+    """
     unmarked: bool = False
-    """What ranks wait for other stages is not seen: it is in what comes next."""
+    """Whether waits of ranks for other stages are not marked. Then they are included in what comes next."""
 
     @property
     def ranks(self) -> int:
         return len(self.work) * self.replicas
 
     def step_ms_of(self, stage: int) -> float:
-        """How long a rank of `stage` works in a step, with its exchange."""
+        """Return how long a rank of `stage` works in a step, with its exchange, in ms."""
         return self.data_ms + self.post_ms + self.exchange_ms + 3 * self.work[stage] * self.micro
 
     def ranks_of(self, stage: int) -> range:
@@ -62,12 +68,12 @@ class Pipeline:
 
     @property
     def step_ms(self) -> float:
-        """About how long a step takes."""
+        """Return the approximate length of a step, in ms."""
         slots = self.micro + len(self.work) - 1
         return self.data_ms + self.post_ms + self.exchange_ms + 3 * max(self.work) * slots
 
     def order(self, stage: int) -> list[Op]:
-        """Return what a stage runs in a step."""
+        """Return the operations of a stage in a step, in order."""
         ahead = self.micro if self.schedule == "GPipe" else min(self.micro, len(self.work) - stage)
         ops: list[Op] = [(FORWARD, m) for m in range(ahead)]
         for m in range(self.micro):
@@ -77,7 +83,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank (stage × replicas + replica) that takes `ms` longer in a stage of the row, in each step."""
+    """A rank (stage × replicas + replica) that takes `ms` longer in one stage of the row, in each step."""
 
     rank: int
     stage: int
@@ -85,7 +91,7 @@ class Slow:
 
 
 def windows(job: Pipeline, slow: Slow | None, seeds: int, steps: int = 50, seed: int = 0) -> list[Window]:
-    """Return windows of a job, the same for every fault but for what that changes."""
+    """Return windows of a job. Every fault sees the same draws, except for what it changes itself."""
     rng = np.random.default_rng(seed)
     now = np.zeros((job.ranks, seeds))
     rows = []
@@ -99,14 +105,17 @@ def windows(job: Pipeline, slow: Slow | None, seeds: int, steps: int = 50, seed:
 
 
 class _Step:
-    """A step of all ranks: `now` (ranks, seeds) goes on, `taken` (ranks, 2, 6, seeds) is what it took; ms."""
+    """
+    A step of all ranks, in ms: `now` (ranks, seeds) is the current time, `taken` (ranks, 2, 6, seeds) the
+    times.
+    """
 
     def __init__(self, job: Pipeline, slow: Slow | None, now: np.ndarray, noise: np.ndarray) -> None:
         self.job, self.slow, self.now, self.noise = job, slow, now, noise
         self.taken = np.zeros((job.ranks, 2, N_STAGES, now.shape[1]))
         self.left = [job.order(rank // job.replicas) for rank in range(job.ranks)]
         self.done: dict[tuple[int, int, int], np.ndarray] = {}
-        """By rank, FORWARD or BACKWARD, and micro-batch: when its result is sent."""
+        """Time at which a result is sent, by rank, FORWARD or BACKWARD, and micro-batch."""
 
     def run(self) -> None:
         for rank in range(self.job.ranks):
@@ -129,7 +138,7 @@ class _Step:
         self.now[rank] += ms
 
     def turn(self, rank: int, kind: int, micro: int) -> bool:
-        """Run what is next on a rank; False where what that needs has not been sent yet."""
+        """Run the next operation on a rank. Return False if its input has not been sent yet."""
         job, stage = self.job, rank // self.job.replicas
         source = rank + job.replicas * (1 if kind == BACKWARD else -1)
         if 0 <= source < job.ranks:

@@ -1,4 +1,4 @@
-"""Whole texts that people read: one file per face in `tests/snapshots/`, written anew by `make snapshots`."""
+"""Whole texts that people read: one file per face in `tests/snapshots/`, rewritten by `make snapshots`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 FOLDER = Path(__file__).with_name("snapshots")
 WRITE = "TRACEML_TEST_SNAPSHOTS"
-"""With any value in the environment, texts are written instead of compared."""
+"""If this environment variable has any value, texts are written instead of compared."""
 
 
 class Snapshot:
-    """Texts of one test, in the order in which it gives them."""
+    """The texts of one test, in the order in which the test passes them."""
 
     def __init__(self, test: str) -> None:
         self._test = test
@@ -21,7 +21,7 @@ class Snapshot:
         self._write = WRITE in os.environ
 
     def __call__(self, face: str, *texts: str) -> None:
-        """Compare what a person reads with what is kept in the file of that face."""
+        """Compare texts that a person reads with the stored file of that face."""
         self._given += 1
         title = self._test if self._given == 1 else f"{self._test} ({self._given})"
         text = "\n".join(texts).strip("\n")

@@ -1,4 +1,4 @@
-"""Events and files in the form that Stormlog exports, with values of our own."""
+"""Events and files in Stormlog's export format, with made-up values."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def events(
     job: str | None = None,
 ) -> list[dict[str, Any]]:
     """
-    One event a second. `outside` is what the driver counts beyond the reserved bytes; None: what is used is
-    written as the tracker of CUDA writes it, from the allocator's own numbers.
+    Return one event a second. `outside`: bytes that the driver counts in addition to the reserved bytes.
+    None: the used memory is written as the CUDA tracker writes it, from the allocator's numbers.
     """
     pid = 100 + rank if pid is None else pid
     records = []
@@ -73,7 +73,7 @@ def events(
 
 
 def of_cpu(resident: Sequence[int], **fields: Any) -> list[dict[str, Any]]:
-    """The same of the CPU's tracker: every number is the resident memory."""
+    """Return the same events from the CPU tracker: every number is the resident memory."""
     records = events(resident, device=-1, **fields)
     for event in records:
         rss = event["allocator_allocated_bytes"]
@@ -84,7 +84,7 @@ def of_cpu(resident: Sequence[int], **fields: Any) -> list[dict[str, Any]]:
 
 
 def write(path: Path, records: Sequence[dict[str, Any]]) -> Path:
-    """Write records as the suffix of `path` says, as Stormlog does; return the path."""
+    """Write records in the format given by the suffix of `path`, as Stormlog does. Return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".csv":
         with path.open("w", newline="") as file:
@@ -99,13 +99,16 @@ def write(path: Path, records: Sequence[dict[str, Any]]) -> Path:
 
 
 def level(rank: int, samples: int = 120, *, grows_at: int | None = None) -> list[int]:
-    """About 1,000 MiB a second; from `grows_at` on 20 MiB more each second."""
+    """Return a level of about 1,000 MiB for each second. From `grows_at` on it grows by 20 MiB per second."""
     grown = [0 if grows_at is None else max(0, sample - grows_at) * 20 * MIB for sample in range(samples)]
     return [1000 * MIB + (sample * 7 + rank * 3) % 5 * 4096 + grown[sample] for sample in range(samples)]
 
 
 def leak(folder: Path, world: int = 4, culprit: int = 2, *, suffix: str = ".json", **fields: Any) -> Path:
-    """Write a file for each rank into `folder`, and return it: from 40 s on, the culprit's memory grows."""
+    """
+    Write a file for each rank into `folder`, and return `folder`. From 40 s on, the culprit's
+    memory grows.
+    """
     for rank in range(world):
         values = level(rank, grows_at=40 if rank == culprit else None)
         write(folder / f"rank{rank}{suffix}", events(values, rank=rank, world=world, **fields))

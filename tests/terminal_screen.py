@@ -1,4 +1,4 @@
-"""What a person sees on a terminal: reads what is sent to it, as far as `traceml_ray.terminal` uses it."""
+"""What a person sees on a terminal. Interprets the sequences that `traceml_ray.terminal` sends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PART = re.compile(r"\x1b\[(\??)([0-9;]*)([A-Za-z])|\x1b|([^\x1b])", re.DOTALL)
 
 
 class TerminalScreen:
-    """A terminal of `width` × `height` cells; `modes` are those that are on (`?25`: the cursor is shown)."""
+    """A terminal of `width` × `height` cells. `modes`: modes that are on (`?25`: the cursor is shown)."""
 
     def __init__(self, width: int, height: int) -> None:
         self.modes = {"25", "7"}
@@ -22,7 +22,7 @@ class TerminalScreen:
         self._rows, self._other = self._empty(), self._empty()
         self.x = self.y = 0
         self._left = 0, 0
-        """Where the cursor is on the other screen."""
+        """Position of the cursor on the other screen."""
 
     def _empty(self) -> list[list[str]]:
         return [[" "] * self.width for _ in range(self.height)]
@@ -36,7 +36,7 @@ class TerminalScreen:
         return "\n".join(self.lines)
 
     def feed(self, sent: str) -> None:
-        """Take what is sent; half a sequence waits for its rest."""
+        """Process what is sent. An incomplete sequence waits for its rest."""
         sent, self._held = self._held + sent, ""
         if (open_at := sent.rfind("\x1b")) >= 0 and not re.match(r"\x1b\[\??[0-9;]*[A-Za-z]", sent[open_at:]):
             sent, self._held = sent[:open_at], sent[open_at:]

@@ -1,4 +1,4 @@
-"""Checks a trace against Chrome's Trace Event Format, as far as viewers rely on it."""
+"""Checks a trace against Chrome's Trace Event Format, as far as viewers depend on it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _KEYS = {"X": {"name", "dur"}, "s": {"name", "cat", "id"}, "f": {"name", "cat", 
 
 def check(path: Path, nested: bool = True) -> dict[str, Any]:
     """
-    Return the trace, which is valid: types are right, all processes and threads have names, slices of a
-    thread are `nested`, and each arrow has one beginning and one end, later, both inside slices.
+    Return the trace after checking that it is valid: types are right, all processes and threads have names,
+    slices of a thread are `nested`, and each arrow has one beginning and one later end, both inside slices.
     """
     document: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
     slices: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
@@ -37,7 +37,7 @@ def check(path: Path, nested: bool = True) -> dict[str, Any]:
 
 
 def processes(document: dict[str, Any]) -> dict[int, str]:
-    """Return what processes are called."""
+    """Return the names of processes, by pid."""
     names = [event for event in document["traceEvents"] if event["name"] == "process_name"]
     return {event["pid"]: event["args"]["name"] for event in names}
 

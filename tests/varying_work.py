@@ -1,10 +1,12 @@
 """
-Rows of data-parallel ranks whose work varies from step to step, and what each cause of delay in them costs.
+Simulated rows of data-parallel ranks whose work varies from step to step, and the cost of each cause of
+delay.
 
-A rank works through its local stages, then waits for the exchange. Gradients are exchanged bucket by bucket,
-each as soon as the last rank has it ready, while backward goes on: a long exchange hides lateness. All ranks
-leave the exchange together, and their rows are cut there. The draws of a seed are played once with all causes
-and once without each of them. So a cost is exact: the time saved without the cause, as a share of the run.
+A rank works through its local stages, then waits for the exchange. Gradients are exchanged bucket by bucket
+while backward goes on, each bucket as soon as the last rank has it ready. So a long exchange hides lateness.
+All ranks leave the exchange together, and their rows are cut there. The draws of a seed are played once with
+all causes and once without each of them. So a cost is exact: the time saved without the cause, as a share of
+the run.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from traceml_ray.stages import BACKWARD, FORWARD, SEGMENT_BITS, STAGES
 Float = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
 Sizes = Callable[[np.random.Generator, int, int], Float]
-"""Draws how large the work of each step and rank is (steps, ranks), about 1."""
+"""Draws the relative size of the work of each step and rank, shape (steps, ranks); about 1."""
 
 COMPUTE = "compute"
 """Forward and backward together, as a verdict may call them."""
 SEVERAL_STAGES = frozenset({"straggler", "ambiguous"})
-"""Labels that are right where a rank is late in several stages."""
+"""Labels that are right for a rank that is late in several stages."""
 SURE = 4.0
-"""Standard errors of a rank's mean lateness from which its rows allow a name."""
+"""A rank's rows allow a name if its mean lateness is at least this many standard errors."""
 _NS = 1e6
 _LEAVES_MS = 0.05
 _NO_STEP = 1 << 62
@@ -40,7 +42,7 @@ _MOST_STEPS, _HALVINGS = 30, 16
 
 
 def drawn(draw: Callable[[np.random.Generator, tuple[int, int]], Float], stay: int = 1) -> Sizes:
-    """Return sizes that each rank draws anew every `stay` steps, at a time of its own."""
+    """Return sizes that each rank draws anew every `stay` steps, at its own time."""
 
     def sizes(rng: np.random.Generator, steps: int, ranks: int) -> Float:
         blocks = draw(rng, (steps // stay + 2, ranks))
@@ -51,28 +53,28 @@ def drawn(draw: Callable[[np.random.Generator, tuple[int, int]], Float], stay: i
 
 
 def uniform(low: float, high: float, stay: int = 1) -> Sizes:
-    """Any size between the two."""
+    """Return sizes between `low` and `high`, uniformly distributed."""
     return drawn(lambda rng, shape: rng.uniform(low, high, shape), stay)
 
 
 def lognormal(sigma: float, stay: int = 1) -> Sizes:
-    """Most sizes below 1, some far above; their mean is 1."""
+    """Return sizes of which most are below 1 and some far above. Their mean is 1."""
     return drawn(lambda rng, shape: rng.lognormal(-(sigma**2) / 2, sigma, shape), stay)
 
 
 def heavy_tailed(alpha: float, stay: int = 1) -> Sizes:
-    """A Pareto tail, cut at 12; the mean is about 1."""
+    """Return sizes with a Pareto tail, cut at 12. The mean is about 1."""
     scale = 0.4 * (alpha - 1)
     return drawn(lambda rng, shape: np.minimum(0.6 + scale * rng.pareto(alpha, shape), 12.0), stay)
 
 
 def documents(share: float, times: float, stay: int = 1) -> Sizes:
-    """A share of the batches is so many times as large as the others."""
+    """Return sizes in which a share of the batches is `times` times as large as the others."""
     return drawn(lambda rng, shape: np.where(rng.random(shape) < share, times, 1.0), stay)
 
 
 def in_turn(more: float) -> Sizes:
-    """One rank after the other has so much more work for a step."""
+    """Return sizes in which one rank after the other has `more` additional work (a share) for one step."""
 
     def sizes(rng: np.random.Generator, steps: int, ranks: int) -> Float:
         turn = (np.arange(steps) + rng.integers(ranks)) % ranks
@@ -82,7 +84,7 @@ def in_turn(more: float) -> Sizes:
 
 
 def any_one(more: float) -> Sizes:
-    """In each step some rank has so much more work."""
+    """Return sizes in which one random rank per step has `more` additional work (a share)."""
 
     def sizes(rng: np.random.Generator, steps: int, ranks: int) -> Float:
         return 1.0 + more * (rng.integers(ranks, size=steps)[:, None] == np.arange(ranks))
@@ -91,7 +93,10 @@ def any_one(more: float) -> Sizes:
 
 
 def experts(sigma: float, memory: float) -> Sizes:
-    """Load of the experts on each rank: shares of all tokens, which wander with that correlation a step."""
+    """
+    Return the load of the experts on each rank: shares of all tokens that drift, with correlation `memory`
+    per step.
+    """
 
     def sizes(rng: np.random.Generator, steps: int, ranks: int) -> Float:
         fresh = np.sqrt(1 - memory**2) * rng.standard_normal((steps, ranks))
@@ -106,7 +111,10 @@ def experts(sigma: float, memory: float) -> Sizes:
 
 
 def on_all(sizes: Sizes) -> Sizes:
-    """All ranks have the same size in a step: the job is slower and faster, no rank waits."""
+    """
+    Return sizes that are equal on all ranks in a step: the job becomes slower and faster, but no
+    rank waits.
+    """
 
     def alike(rng: np.random.Generator, steps: int, ranks: int) -> Float:
         return np.repeat(sizes(rng, steps, 1), ranks, axis=1)
@@ -119,7 +127,7 @@ def on_all(sizes: Sizes) -> Sizes:
 
 @dataclass(frozen=True)
 class Stalls:
-    """Any rank stops now and then: in that share of its steps, for `low_ms` to `high_ms`, in `stage`."""
+    """Stalls of random ranks: in a share of its steps, a rank stops for `low_ms` to `high_ms`, in `stage`."""
 
     often: float
     low_ms: float
@@ -130,10 +138,10 @@ class Stalls:
 @dataclass(frozen=True)
 class Work:
     """
-    What healthy ranks do: `base_ms` of (post_sync, data, prepare, forward, backward).
+    The work of healthy ranks: `base_ms` has the ms of (post_sync, data, prepare, forward, backward).
 
     `noise` of each stage and `spread`, a small lasting difference between ranks, are shares. `sizes` multiply
-    the stages that `varies` lists; a size stays for about `stay` steps.
+    the stages that `varies` lists. A size stays for about `stay` steps.
     """
 
     ranks: int = 8
@@ -150,15 +158,18 @@ class Work:
 
     @property
     def step_ms(self) -> float:
-        """A step in which all ranks take the mean."""
+        """Length of a step in which all ranks take their mean times, in ms."""
         return sum(self.base_ms) + self.exchange_ms / self.buckets
 
     def costing(self, share: float) -> float:
-        """Return the ms that make a step longer by that share of the longer step."""
+        """Return the ms that lengthen a step by `share`, a share of the longer step."""
         return self.step_ms * share / (1 - share)
 
     def draw(self, rng: np.random.Generator) -> tuple[Float, Float, Float]:
-        """Return local stages (steps, ranks, 5), the exchange (steps,), how late a rank leaves it; ms."""
+        """
+        Return local stages (steps, ranks, 5), the exchange (steps,), and how late a rank leaves the exchange,
+        in ms.
+        """
         shape = (self.steps, self.ranks)
         stages = len(self.base_ms)
         lasting = 1 + self.spread * rng.standard_normal((self.ranks, stages))
@@ -177,10 +188,11 @@ class Work:
 @dataclass(frozen=True)
 class Late:
     """
-    `ranks` take `ms` longer in each of `stages`, and `times` as long.
+    A delay: `ranks` take `ms` longer in each of `stages`, and `times` as long.
 
-    From step `first` to before `end`; in the steps k with k % every == phase; in the share `often` of these.
-    `spread` is the sigma by which the size varies from step to step; it `grows` to its size in so many steps.
+    It applies from step `first` to before `end`, in the steps k with k % every == phase, in a share `often`
+    of these. `spread`: sigma by which the size varies from step to step. `grows`: number of steps in which
+    the delay grows to its full size.
     """
 
     ranks: tuple[int, ...]
@@ -211,7 +223,10 @@ class Late:
 
 @dataclass(frozen=True)
 class Cause:
-    """What is fixed together, and then saves its cost. `labels` are those that an expert would give."""
+    """
+    Delays that are fixed together; fixing them saves their cost. `labels`: the labels that an expert would
+    give.
+    """
 
     lates: tuple[Late, ...]
     labels: frozenset[str] = frozenset({"straggler"})
@@ -222,7 +237,7 @@ class Cause:
 
     @cached_property
     def stages(self) -> frozenset[str]:
-        """The stages that are right; of a rank that is slow in forward and backward, "compute" as well."""
+        """Stages that are right. For a rank that is slow in forward and backward, "compute" is also right."""
         numbers = {stage for late in self.lates for stage in late.stages}
         names = {STAGES[stage] for stage in numbers}
         return frozenset(names | ({COMPUTE} if {FORWARD, BACKWARD} <= numbers else set()))
@@ -233,7 +248,7 @@ class Cause:
 
     @property
     def whole_from(self) -> int:
-        """The step from which it is as large as it gets."""
+        """The step from which the cause has its full size."""
         return max(late.first + late.grows for late in self.lates)
 
     @property
@@ -242,7 +257,7 @@ class Cause:
 
 
 def late(rank: int | Sequence[int], stages: int | tuple[int, ...], **how: float) -> Cause:
-    """Return one cause: the rank, or the ranks together, are late in the stage or stages."""
+    """Return one cause: a rank, or several ranks together, are late in the stage or stages."""
     ranks = (rank,) if isinstance(rank, int) else tuple(rank)
     stages = (stages,) if isinstance(stages, int) else stages
     lates = (Late(ranks, stages, **how),)  # type: ignore[arg-type]
@@ -254,15 +269,15 @@ class Played:
     """
     The rows of one run, and the truth about it.
 
-    `costs` are those of `causes`, `imbalance` is what the ranks' uneven work costs by itself: both shares of
-    the run's time. `sure` says of each cause whether its rows allow a name at all.
+    `costs` are the costs of `causes`, and `imbalance` is the cost of the ranks' uneven work alone; both are
+    shares of the run's time. `sure` says for each cause whether its rows allow a name at all.
     """
 
     window: Window
     causes: tuple[Cause, ...]
     costs: tuple[float, ...]
     imbalance: float | None
-    """None: not known."""
+    """Cost of the uneven work. None: not known."""
     sure: tuple[bool, ...]
 
     @cached_property
@@ -272,7 +287,7 @@ class Played:
 
     @cached_property
     def costliest(self) -> int | None:
-        """The place of the costliest cause."""
+        """Index of the costliest cause."""
         return int(np.argmax(self.costs)) if self.costs else None
 
 
@@ -280,7 +295,7 @@ class Played:
 
 
 def play(work: Work, causes: Sequence[Cause] = (), seed: int = 0) -> Played:
-    """Play a run of that seed."""
+    """Play the run of seed `seed`."""
     rng = np.random.default_rng(seed)
     local, exchange, leaves = work.draw(rng)
     kept = list(range(len(causes)))
@@ -302,7 +317,7 @@ def play(work: Work, causes: Sequence[Cause] = (), seed: int = 0) -> Played:
 
 
 def costing(share: float, work: Work, cause: Cause, seed: int = 0) -> Cause:
-    """Return `cause` of such a size that it costs that share of the run of that seed, if it can."""
+    """Return `cause`, scaled so that it costs `share` of the run of that seed, if possible."""
     local, exchange, leaves = work.draw(np.random.default_rng(seed))
     without = exchanged(local, exchange, leaves, work.buckets)[1]
     low, high = 0.0, _MOST_STEPS * work.step_ms
@@ -344,7 +359,10 @@ def window_of(rows: Int64, first_step: int = 1) -> Window:
 
 
 def _with(local: Float, causes: Sequence[Cause], kept: Sequence[int], seed: int) -> Float:
-    """Return the local stages with the causes of these places; each draws the same numbers in any company."""
+    """
+    Return the local stages with the causes of these indices. Each cause draws the same numbers in any
+    combination.
+    """
     late_local = local.copy()
     for place in kept:
         for number, one in enumerate(causes[place].lates):
@@ -356,8 +374,8 @@ def is_sure(arrivals: Float, cause: Cause, stay: float) -> bool:
     """
     Whether arrivals (steps, ranks) show that the ranks of `cause` are late more than by chance.
 
-    By their mean place among the ranks or by their mean lateness, of as many independent steps as there are
-    when sizes stay for `stay` steps.
+    Judged by their mean position among the ranks, or by their mean lateness, over the number of independent
+    steps that remain when sizes stay for `stay` steps.
     """
     those = sorted(cause.ranks)
     others = [rank for rank in range(arrivals.shape[1]) if rank not in cause.ranks]

@@ -1,4 +1,4 @@
-"""A real job of three ranks, with relay and aggregator in the test's own process, and no Ray."""
+"""A real job of three ranks, with relay and aggregator in the process of the test, and without Ray."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ WORLD = 3
 
 class Job:
     """
-    Three ranks of a script, and what watches them, without Ray.
+    Three ranks of a script and their monitor, without Ray.
 
     Args:
-        folder: for all of it.
-        script: what the ranks run.
-        args: of the script.
-        environ: variables of the ranks.
+        folder: folder for all files.
+        script: source that the ranks run.
+        args: arguments of the script.
+        environ: environment variables of the ranks.
         settings: of the session.
     """
 

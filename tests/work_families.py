@@ -1,4 +1,4 @@
-"""Families of jobs whose work varies: of a name and a seed the rows of a run, and the truth about it."""
+"""Families of jobs with varying work: from a name and a seed to the rows of a run and the truth about it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ UNEVEN = Work(sizes=uniform(0.4, 1.6))
 
 
 class Family(NamedTuple):
-    """`run` plays the run of a seed; families of one `group` are counted together."""
+    """A family of jobs. `run` plays the run of a seed. Families of one `group` are counted together."""
 
     group: str
     run: Callable[[int], Played]
@@ -49,12 +49,12 @@ FAMILIES: dict[str, Family] = {}
 
 
 def run_of(name: str, seed: int) -> Played:
-    """Return the run of a family and a seed: always the same one."""
+    """Return the run of a family for a seed. It is always the same one."""
     return FAMILIES[name].run(seed)
 
 
 def _add(group: str, name: str, make: Callable[[Rng], Job]) -> None:
-    """Add a family whose job is drawn from a generator."""
+    """Add a family whose jobs are drawn with a random generator."""
 
     def run(seed: int) -> Played:
         work, causes = make(_generator(name, seed))
@@ -72,7 +72,7 @@ def _healthy(group: str, name: str, work: Work) -> None:
 
 
 def _late(group: str, name: str, work: Work, stages: int | tuple[int, ...], **how: float) -> None:
-    """Add a family in which some rank is late: by so many ms, or so that it `costs` a share of the run."""
+    """Add a family in which a random rank is late by `ms` ms, or by as much as `costs` a share of the run."""
     share = how.pop("costs", 0.0)
 
     def run(seed: int) -> Played:
@@ -159,7 +159,7 @@ _late("now and then", "lateness itself is lognormal", QUIET, BACKWARD, costs=0.1
 _late("now and then", "lateness grows over the run", Work(steps=800), FORWARD, costs=0.15, grows=500)
 
 _ALIKE = (6.0, 4.0, 2.0, 58.0, 62.0)
-"""Forward and backward take about as long: 10 % of either is below 5 % of the step."""
+"""Forward and backward take about equally long: 10 % of either is below 5 % of the step."""
 for _ranks, _steps in ((512, 150), (64, 250)):
     _late(
         "forward and backward", f"{_ranks} ranks, 10 % slower in both", Work(_ranks, _steps, base_ms=_ALIKE),
