@@ -1,12 +1,13 @@
 """
-What a profile costs: the steps that it records, those in which its trace is written, those after it.
+What a profile costs: time of the steps that it records, of the steps in which its trace is written, and of
+the steps after it.
 
     python benchmarks/captures.py [--rounds 100] [--markdown]
 
-One process that trains (steps of 20 to 30 ms), with the whole agent and a relay. Each round: some steps, a
-capture of three, the steps until its trace is there for the relay, some steps again. Every other round is
-without a capture, which shows how much such rounds differ by themselves. Nothing else should run meanwhile.
-Linux.
+One process trains (steps of 20 to 30 ms), with the complete agent and a relay. Each round has some steps, a
+capture of three steps, the steps until the trace is ready for the relay, and some steps again. Every other
+round has no capture, which shows how much rounds differ without one. Nothing else should run meanwhile. Linux
+only.
 """
 
 from __future__ import annotations
@@ -40,28 +41,28 @@ from traceml_ray.wire import messages as wire
 from traceml_ray.wire.messages import ProfileCommand
 
 AROUND = 12
-"""Steps before a capture, and as many after it."""
+"""Number of steps before a capture, and also after it."""
 STEPS = 3
 AHEAD = 3
 MOST_STEPS = 2000
 
 
 class Round(NamedTuple):
-    """What one round took, in ms; nothing of a capture where there was none."""
+    """The times of one round, in ms. A round without a capture has no times of a capture."""
 
     before: float
     after: float
     recorded: float | None = None
-    """Median of the steps recorded,"""
+    """Median of the recorded steps."""
     turning: float | None = None
-    """turning the profiler on and off,"""
+    """Time to turn the profiler on and off."""
     sending: list[float] | None = None
-    """and each step until the trace was there for the relay."""
+    """Times of the steps until the trace was ready for the relay."""
     exported: float | None = None
 
 
 class Rank:
-    """A rank whose agent takes its turns when it is told to, in a thread of its own."""
+    """A rank whose agent polls in a separate thread when it is told to."""
 
     def __init__(self, path: str, training: Training) -> None:
         self.training = training
@@ -76,30 +77,33 @@ class Rank:
             self._due.get()()
 
     def turn(self, first: Callable[[], object] = lambda: None) -> None:
-        """Have the agent do `first`, and take its turn."""
+        """Let the agent call `first` and then poll once."""
         self._due.put(first)
         self._due.put(self.agent.tick)
 
     def settle(self) -> None:
-        """Wait until the agent has nothing more to do, and train on without a collection of garbage."""
+        """Wait until the agent is idle, and then train without garbage collection."""
         done = threading.Event()
         self.turn(done.set)
         done.wait(30)
         settle_down(self.training)
 
     def steps_ms(self, steps: int) -> list[float]:
-        """Train, and return what each step took."""
+        """Train, and return the time of each step, in ms."""
         return [1e3 * self.training.seconds(1) for _ in range(steps)]
 
     def ask(self, number: int) -> None:
-        """Have the agent hear of a capture a few steps ahead."""
+        """Send the agent a command for a capture that begins a few steps ahead."""
         self.agent.recorder.replay(0.1)
         first = self.agent.recorder.steps.rows.step + AHEAD
         wanted = ProfileCommand(id=f"p{number}", number=1, first_step=first, steps=STEPS, limit_s=30.0)
         self.agent.captures.handle_command(wire.Command("profile", msgspec.structs.asdict(wanted)))
 
     def captured(self, number: int) -> tuple[wire.Capture, list[float]]:
-        """Train until a capture is over: what became of it, and what each step took after those recorded."""
+        """
+        Train until a capture is over. Return its status, and the time of each step after the
+        recorded ones.
+        """
         self.turn(partial(self.ask, number))
         sending = []
         for _ in range(MOST_STEPS):
@@ -116,7 +120,7 @@ class Rank:
         raise RuntimeError(f"no trace after {MOST_STEPS} steps")
 
     def round(self, number: int, capture: bool) -> Round:
-        """Some steps, a capture or none, some steps."""
+        """Run some steps, a capture if wanted, and some more steps."""
         self.settle()
         before = statistics.median(self.steps_ms(AROUND))
         if not capture:
@@ -132,7 +136,7 @@ class Rank:
 
 
 def figures(rounds: list[Round]) -> list[Figure]:
-    """Make the table."""
+    """Return the rows of the table."""
 
     def added(one: list[Round]) -> str:
         estimate = middle(medians([100 * (one_round.after / one_round.before - 1) for one_round in one]))

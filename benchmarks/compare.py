@@ -1,10 +1,10 @@
 """
-How often two equal runs are called different, and whether a planted regression is found:
-`python benchmarks/compare.py [--runs 7] [--steps 300] [--keep DIR]`.
+How often two equal runs are reported as different, and whether a planted regression is detected: `python
+benchmarks/compare.py [--runs 7] [--steps 300] [--keep DIR]`.
 
-The example trains on 2 ranks, as often as `--runs` says; each of these runs is compared with each of the
-others. Between them it runs with `data` made longer by 15 % of a step, on one rank and on both, and these are
-compared with each of the equal runs. Nothing else should run meanwhile. Linux.
+The example trains on 2 ranks, `--runs` times, and each run is compared with each other run. Between them,
+runs with `data` lengthened by 15 % of a step, on one rank and on both, are made and compared with each of the
+equal runs. Nothing else should run meanwhile. Linux only.
 """
 
 from __future__ import annotations
@@ -52,8 +52,11 @@ def launch(out: Path, name: str, steps: int, slow_ms: float = 0.0, ranks: tuple[
 
 
 def measure(out: Path, runs: int, steps: int) -> tuple[list[str], dict[str, float]]:
-    """Make the sessions: equal ones, and those with something planted, with how many ms that is."""
-    launch(out, "first", steps)  # not counted: until just now the machine did something else
+    """
+    Make the sessions: equal ones, and ones with a planted delay. Return their names, with the
+    planted ms.
+    """
+    launch(out, "first", steps)  # not counted: the machine was busy with something else just before
     equal = [launch(out, "equal-0", steps)]
     step_ms = step_of(compare(equal[0], equal[0], out=out))
     slow_ms, planted = PLANTED * step_ms, {}
@@ -66,12 +69,12 @@ def measure(out: Path, runs: int, steps: int) -> tuple[list[str], dict[str, floa
 
 
 def step_of(comparison: Comparison) -> float:
-    """Return the mean step of the first session, ms."""
+    """Return the mean step of the first session, in ms."""
     return float(next(change.a or 0.0 for change in comparison.changes if change.what == "step"))
 
 
 def report(out: Path, equal: list[str], planted: dict[str, float]) -> list[Figure]:
-    """Compare all of them; return a line for each kind of pair."""
+    """Compare all sessions; return a line for each kind of pair."""
     pairs = [compare(a, b, out=out) for a, b in itertools.combinations(equal, 2)]
     wrong = [comparison for comparison in pairs if comparison.word != "no difference"]
     for compared in wrong:

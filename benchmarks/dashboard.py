@@ -1,13 +1,12 @@
 """
 The dashboard under a large job: `python benchmarks/dashboard.py [--ranks 1024] [--steps 300]`.
 
-A session is played into a real aggregator, five steps a second, one rank late. Told: how long one tick
-takes to bring the pages up to date, how long a browser's refresh takes in the server, what it weighs on
-the wire (gzip, as a browser gets it, and as it is). With `--browser`, a real one (Chromium) is put on top:
-what it gets over the wire at the first visit and at a reload, how long its main thread takes for a refresh,
-by how much the page moves under the reader, and whether memory grows. With `--episodes 10` (and 20,000 steps)
-that many ranks are late in turn, the session ends, and what is measured is how long a person waits for what
-they do: `--steps 20000 --episodes 10`.
+A session is played into a real aggregator with five steps a second and one late rank. Reported are the time
+of one tick that updates the pages, the server's time for a browser's refresh, and the size of a refresh (with
+gzip, as a browser receives it, and without). `--browser` also measures a real browser (Chromium): bytes
+received at the first visit and at a reload, main-thread time of a refresh, layout shift, and memory growth.
+With `--steps 20000 --episodes 10`, ten ranks are late in turn and the session ends; then the time that a
+person waits for each interaction is measured.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from traceml_ray.dash_app.session_pages import SessionPages
 STEPS_A_SECOND = 5
 PAGES = ("/", "/node/node-1?from=newest", "/rank/5?from=newest", "/events", "/ledger")
 SAMPLES = 180
-"""Seconds after which a chart over time is as long as it gets."""
+"""Number of seconds after which a chart over time has its full length."""
 
 
 def main() -> None:
-    """Play, look, and print a table."""
+    """Play, measure, and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -91,7 +90,7 @@ def main() -> None:
 
 
 def late_in_turn(played: Played, step: int, period: int) -> None:
-    """Let a rank be late in a third of each period, another one each time."""
+    """Let a different rank be late in a third of each period."""
     period_number, position = divmod(step, period)
     played.onset, played.late = (
         0,
@@ -100,7 +99,7 @@ def late_in_turn(played: Played, step: int, period: int) -> None:
 
 
 def server(played: Played, pages: SessionPages, ticks: int) -> None:
-    """Measure what the server does for one browser on each page."""
+    """Measure the server's work for one browser, on each page."""
     print("\n| page | refresh p50 | p95 | first, gzip | refresh p50, gzip | p95, gzip | p95, as it is |")
     print("|---|---|---|---|---|---|---|")
     polls: list[float] = []
@@ -111,7 +110,7 @@ def server(played: Played, pages: SessionPages, ticks: int) -> None:
         for _ in range(ticks if page == "/" else max(5, ticks // 4)):
             played.play(STEPS_A_SECOND)
             spent[0], used = 0.0, time.process_time()
-            while not pages.poll():  # it rests where a machine is slow
+            while not pages.poll():  # the poller pauses if the machine is slow
                 time.sleep(0.05)
             polls.append(pages.poll_ms[-1])
             began = time.perf_counter()
@@ -137,7 +136,7 @@ def server(played: Played, pages: SessionPages, ticks: int) -> None:
 
 
 def browser(played: Played, pages: SessionPages, refreshes: int, paths: Sequence[str]) -> None:
-    """Measure what the pages cost a browser."""
+    """Measure the cost of the pages in a browser."""
     from browser.measure import measure  # tests/browser
 
     head = ("page", "layout shift", "main thread a refresh", "longest task", "seen after, p50")

@@ -1,10 +1,10 @@
 """
-What the verdict makes of simulated jobs on devices: `python benchmarks/device_tables.py [--held-out|--time]`.
+Verdicts on simulated jobs on devices: `python benchmarks/device_tables.py [--held-out|--time]`.
 
-Tables in Markdown for RESULTS.md, from the simulator in `tests/simulated_device.py`: windows of 50 steps with
-a fault on one rank, and without any; jobs whose devices set the pace and jobs whose hosts do. What a fault
-costs is the time of the run with it against the same run without it. `--held-out` plays random jobs instead,
-of seeds and kinds that no limit was chosen by; `--notes` lists every verdict that is not the right one.
+Prints tables in Markdown for RESULTS.md, from the simulator in `tests/simulated_device.py`: windows of 50
+steps with a fault on one rank and without a fault, for device-bound and host-bound jobs. The cost of a fault
+is the time of the run with it compared with the same run without it. `--held-out` plays random jobs instead,
+of seeds and kinds that were not used to choose any limit. `--notes` lists every wrong verdict.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ RANKS = (2, 4, 8, 64)
 NOISE = ((0.02, 0.05), (0.05, 0.10), (0.10, 0.10), (0.10, 0.20))
 LOUD = ((0.15, 0.20),)
 HOST_BOUND_FROM = 0.95
-"""Hosts that take more than this share of what the devices take set the pace."""
+"""A job is host-bound if its hosts take more than this share of the time of its devices."""
 DEVELOPED_ON = (30_000, 41_000, 90_000, 210_000, 250_000, 310_000)
-"""Seeds of random jobs that rules were chosen by; the second for `coupled` ones."""
+"""Seeds of random jobs with which rules were chosen. The second is for `coupled` jobs."""
 HELD_OUT_SEED = 510_000
 FAULTS = (
     f"| windows | faults | cost ≥ {COSTLY:.0%} | rank right | and stage | abstains | healthy | wrong rank | "
@@ -72,7 +72,7 @@ HEALTHY = (
 
 
 def of_faults(name: str, totals: SummedSteps) -> str:
-    """Return the line of a table of faults."""
+    """Return a row of a table of faults."""
     cells = (
         totals.windows, totals.costs, totals.rank, totals.stage, totals.abstains, totals.healthy,
         totals.wrong, totals.free, totals.free_named,
@@ -81,7 +81,10 @@ def of_faults(name: str, totals: SummedSteps) -> str:
 
 
 def of_healthy(name: str, totals: SummedSteps) -> str:
-    """Return the line of a table of windows without a fault; those that stalls make slower by themselves."""
+    """
+    Return a row of a table of windows without a fault. Windows slowed by stalls alone are counted
+    separately.
+    """
     cells = []
     for labels in (totals.labels, totals.stalls):
         kinds = [labels[kind] for kind in ("healthy", "accounting_only", "imbalance")]
@@ -90,7 +93,7 @@ def of_healthy(name: str, totals: SummedSteps) -> str:
 
 
 def tables(seeds: int) -> Iterable[tuple[str, SummedSteps | None]]:
-    """Yield the lines of the tables of the fixed jobs."""
+    """Yield the rows of the tables of fixed jobs."""
     yield FAULTS, None
     for kind, jobs in KINDS.items():
         for which, several in (("one stage", False), ("several", True)):
@@ -122,7 +125,7 @@ def tables(seeds: int) -> Iterable[tuple[str, SummedSteps | None]]:
 
 
 def held_out(jobs: int, seed: int, steps: int) -> Iterable[tuple[str, SummedSteps | None]]:
-    """Yield the lines of the tables of random jobs: of the kind that limits are chosen by, and another."""
+    """Yield the rows of the tables of random jobs: of the kind used to choose limits, and of another kind."""
     tallies: dict[str, tuple[SummedSteps, SummedSteps, SummedSteps]] = {}
     for source, make in (("random", random_job), ("other random", other_job), ("coupled", coupled_job)):
         rng = np.random.default_rng(seed + len(source))
@@ -146,7 +149,7 @@ def held_out(jobs: int, seed: int, steps: int) -> Iterable[tuple[str, SummedStep
 
 
 def times(ranks: int) -> Iterable[str]:
-    """Yield how long (CPU seconds) a window of so many ranks takes, with and without the hosts' part."""
+    """Yield the CPU seconds for judging a window of `ranks` ranks, with and without the hosts' part."""
     yield f"| 50 steps × {ranks:,} ranks | without hosts | with |\n|---|---|---|"
     for name, job in {**DEVICE_BOUND_JOBS, **HOST_BOUND_JOBS}.items():
         [[window]] = windows(replace(job, ranks=64), [None])
@@ -157,7 +160,7 @@ def times(ranks: int) -> Iterable[str]:
 
 
 def _seconds(window: Window, times: int = 9) -> float:
-    """Return the median CPU time of a judgement."""
+    """Return the median CPU time of a judgement, in s."""
     seconds = []
     for _ in range(times):
         began = time.process_time()
@@ -173,7 +176,10 @@ def _described(number: int, job: Job, ratio: float) -> str:
 
 
 def published(lines: Iterable[tuple[str, SummedSteps]]) -> list[tuple[str, str, str, str]]:
-    """Return the rows of RESULTS.md: printed lines, added up by what sets the pace of the job."""
+    """
+    Return the rows of RESULTS.md: the printed rows, added up by whether a job is device-bound or
+    host-bound.
+    """
     counts: dict[tuple[str, str], list[int]] = {}
     columns = FAULTS.partition("\n")[0].count("|")
     for line, totals in lines:
@@ -182,7 +188,7 @@ def published(lines: Iterable[tuple[str, SummedSteps]]) -> list[tuple[str, str, 
             others = totals.abstains + totals.healthy
             new = [totals.rank, totals.costs, others, totals.wrong]
             key = pace, "fault"
-        elif "alone" in line or "noise" in line:  # of another method, and of another noise
+        elif "alone" in line or "noise" in line:  # rows of another method or another noise
             continue
         else:
             unnamed = sum(totals.labels[kind] for kind in ("healthy", "accounting_only", "imbalance"))

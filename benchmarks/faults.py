@@ -12,13 +12,13 @@ aggregator and live judge.
     python benchmarks/faults.py --device …       where each rank computes on a played device: rows are of
                                                  its clock, and what travels and is judged is as on CUDA
 
-One launch for each world size and seed; in it faults in random order, each with a balanced stretch before
-and after it. A severity is the share of the *faulty* step that the fault makes up, excess ÷ (step + excess),
-which is what the rules call excess; the step is measured in the run itself before anything is planted.
+There is one launch for each world size and seed. It has faults in random order, each with a balanced stretch
+before and after it. Severity is the fault's share of the *faulty* step, excess ÷ (step + excess), which the
+rules call excess. The step time is measured in the run itself before anything is planted.
 
-Told are: the last full window of each fault, judged as the live judge does (it is replayed every 5 steps);
-the live verdicts as they were stored, with their time; every full window of the balanced stretches; what
-simpler methods say about the same windows; and, on request, what TraceML says about runs of one fault each.
+Reported are: the last full window of each fault, judged as the live judge does (replayed every 5 steps); the
+live verdicts as they were stored, with their times; every full window of the balanced stretches; the results
+of simpler methods on the same windows; and, on request, TraceML's results on runs with one fault each.
 """
 
 from __future__ import annotations
@@ -62,14 +62,17 @@ SPECIAL_SHARE = 0.3
 EVERY = 5
 """Steps between two judgements of the replay."""
 BAR_STEPS, BAR_S, BAR_SMALL_S = 10, 3.0, 5.0
-"""A fault is to be named live by then, whichever is later; one of 15 % by the last."""
+"""
+Limits for naming a fault live: BAR_STEPS steps or BAR_S seconds, whichever is later. For a fault of 15 %,
+BAR_SMALL_S replaces BAR_S.
+"""
 SMALL = 0.15
 BUSY_STEPS_MS, BUSY_SEEDS, BUSY_SHARE = [12.0, 25.0, 50.0], [0, 1, 2, 3, 4], 0.3
 BUSY_OPENING_S, BUSY_FAULT_S = 25.0, 6.0
 SINGLE_FIRST, SINGLE_ROWS = 60, 260
-"""Of the runs of one fault each."""
+"""First row of the fault, and number of all rows, in runs with one fault each."""
 TRACEML_STAGES = {"INPUT_STRAGGLER": "data", "H2D_STRAGGLER": "prepare", "COMPUTE_STRAGGLER": "forward"}
-"""What its diagnoses say of a late rank; one more, STRAGGLER, names a rank and no stage."""
+"""TraceML's diagnoses of a late rank, with the stage they name. STRAGGLER names a rank without a stage."""
 OURS = "traceml-ray"
 Case = dict[str, Any]
 
@@ -84,7 +87,7 @@ class Late(msgspec.Struct, frozen=True):
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """Rows `first` to `first + steps - 1`, and who is late in them."""
+    """Rows `first` to `first + steps - 1`, and which ranks are late in these rows."""
 
     kind: str
     first: int
@@ -96,16 +99,19 @@ class Segment(msgspec.Struct, frozen=True):
         return self.first + self.steps
 
     def overlaps(self, verdict: Case) -> bool:
-        """Tell whether the window of `verdict` holds a row of this."""
+        """Return whether the window of `verdict` contains a row of this segment."""
         last = verdict["to_step"]
         return last is not None and self.first <= last < self.end + verdict["window_steps"] - 1
 
     def of_most(self, world: int) -> bool:
-        """Tell whether most ranks are late: they are slow together, which is said after a longer time."""
+        """
+        Return whether most ranks are late. Then they are slow together, which is reported after a longer
+        time.
+        """
         return self.kind == "group_wide" or (self.kind == "two_late" and 2 * len(self.late[0].ranks) > world)
 
     def right(self, verdict: Case, world: int) -> bool:
-        """Tell whether `verdict` says what is planted here."""
+        """Return whether `verdict` matches what is planted in this segment."""
         label, stages = verdict["label"], set(verdict["stages"])
         if self.kind == "balanced":
             return bool(label == "healthy")
@@ -126,7 +132,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What `planted.py` reads."""
+    """The plan that `planted.py` reads."""
 
     world: int
     seed: int
@@ -145,29 +151,29 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def planned(world: int, seed: int, args: argparse.Namespace) -> Plan:
-    """Return what is planted in one run."""
+    """Return the faults to plant in one run."""
     rng = random.Random(f"{world} {seed}")
     cases: list[tuple[str, list[Late]]] = []
     for (i, stage), (j, share) in itertools.product(enumerate(args.stages), enumerate(args.severities)):
-        one = (seed + i + j) % world  # the seed moves the culprit on: several seeds have every rank
+        one = (seed + i + j) % world  # the seed shifts the culprit: over several seeds every rank is late
         cases += [
             ("fault", [Late(stage, [rank], share / 100)])
             for rank in (range(world) if args.every_rank else [one])
         ]
-    for _ in range(100):  # the same fault twice in a row would be one verdict
+    for _ in range(100):  # the same fault twice in a row would give a single verdict
         rng.shuffle(cases)
         named = [(late[0].stage, late[0].ranks) for _, late in cases]
         if all(one != other for one, other in itertools.pairwise(named)):
             break
     for kind in args.specials:
         if kind != "two_late" or world > 2:
-            # What all ranks do comes last: it takes the run's own baseline.
+            # Faults of all ranks come last, because they need the run's own baseline.
             position = len(cases) if kind == "group_wide" else rng.randrange(len(cases) + 1)
             cases.insert(position, (kind, special(kind, world, rng)))
     segments, rows, more = [], args.opening, 0
     for kind, late in cases:
         segment = Segment(kind, rows + more, args.steps, late)
-        # After it, too: no name is left over for what comes next.
+        # Also after it, so that no name remains for the next segment.
         more = lasting(args.step_ms[0]) if segment.of_most(world) else 0
         segments.append(msgspec.structs.replace(segment, steps=args.steps + more))
         rows = segments[-1].end + args.balanced
@@ -175,12 +181,12 @@ def planned(world: int, seed: int, args: argparse.Namespace) -> Plan:
 
 
 def lasting(step_ms: float) -> int:
-    """Return in how many steps `group_wide` has lasted for long enough, as a multiple of EVERY."""
+    """Return the number of steps after which `group_wide` has lasted long enough, as a multiple of EVERY."""
     return EVERY * int(1.1 * LIMITS.hold_group_s * 1e3 / step_ms / EVERY + 1)
 
 
 def special(kind: str, world: int, rng: random.Random) -> list[Late]:
-    """Return who is late in a scenario that is not one late rank."""
+    """Return which ranks are late in a scenario other than one late rank."""
     ranks = rng.sample(range(world), world)
     stage, other = rng.sample(["post_sync", "data", "forward", "backward"], 2)
     share = SPECIAL_SHARE
@@ -211,7 +217,7 @@ def launch(plan: Plan, folder: Path, traceml: Path | None = None) -> None:
         try:
             code = process.wait(90 + 4 * plan.rows * plan.step_ms / 1e3)
         except BaseException:
-            process.send_signal(signal.SIGTERM)  # a launcher ends its ranks, and what else it started
+            process.send_signal(signal.SIGTERM)  # the launcher ends its ranks and everything else it started
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(40)
             process.kill()
@@ -221,7 +227,7 @@ def launch(plan: Plan, folder: Path, traceml: Path | None = None) -> None:
 
 
 def single_runs(args: argparse.Namespace, root: Path) -> list[Case]:
-    """Run one fault each, and none, under our launcher and under TraceML's."""
+    """Run one fault at a time, and no fault, under our launcher and under TraceML's."""
     share = sorted(args.severities)[len(args.severities) // 2] / 100
     results = []
     for world in sorted({min(args.worlds), max(args.worlds)}):
@@ -252,7 +258,7 @@ def single_runs(args: argparse.Namespace, root: Path) -> list[Case]:
 
 
 def say(what: str) -> None:
-    """Tell how far it has come."""
+    """Print the progress."""
     print(what, "…", file=sys.stderr, flush=True)
 
 
@@ -260,7 +266,7 @@ def say(what: str) -> None:
 
 
 class Run:
-    """One run that is over: its plan, its rows, its live verdicts."""
+    """One finished run: its plan, its rows, its live verdicts."""
 
     def __init__(self, folder: Path) -> None:
         self.name, self.folder = folder.name, folder
@@ -282,8 +288,8 @@ class Run:
         return self.window.select(slice(max(0, index - WINDOW), index))
 
     def quiet_ends(self) -> list[int]:
-        """Return where the full windows end, sliding by 10, in which nothing is planted."""
-        # A name is taken back when it has been gone for a while, and so are its windows.
+        """Return the ends of the full windows, every 10 rows, in which nothing is planted."""
+        # A verdict is withdrawn some time after its cause is gone; the windows until then are left out, too.
         begins = [LIMITS.warmup_steps]
         for segment in self.planted:
             hold_s = LIMITS.hold_group_s if segment.of_most(self.plan.world) else LIMITS.hold_s
@@ -296,21 +302,24 @@ class Run:
         ]
 
     def replay(self) -> dict[int, Case]:
-        """Judge as the live judge would, had it looked every 5 steps; the verdicts by their windows' ends."""
+        """
+        Judge as a live judge that polls every 5 steps would. Return the verdicts by the ends of their
+        windows.
+        """
         judge = RunJudge(LIMITS, first_step=0)
         ends = range(LIMITS.warmup_steps + WINDOW, self.plan.rows + 1, EVERY)
         return {end: msgspec.to_builtins(judge.update(self.until(end))) for end in ends}
 
 
 def said(verdict: Case) -> str:
-    """Return what a verdict says, in short."""
+    """Return a verdict in short form."""
     who = f" {'+'.join(sorted(verdict['stages']))}" if verdict["stages"] else ""
     ranks = f" of {'+'.join(map(str, verdict['ranks']))}" if verdict["ranks"] else ""
     return verdict["label"] + who + ranks
 
 
 def score(run: Run) -> dict[str, list[Case]]:
-    """Return what is to be told of a run: by `planted` segment, `quiet` window, and false live `alarms`."""
+    """Return the results of a run: by `planted` segment, by `quiet` window, and false live `alarms`."""
     replayed = run.replay()
     common = {"run": run.name, "world": run.plan.world, "base_ms": run.base_ms}
     quiet = [
@@ -333,7 +342,7 @@ def score(run: Run) -> dict[str, list[Case]]:
 
 
 def judged(run: Run, segment: Segment, replayed: dict[int, Case]) -> Case:
-    """Return what was said about a segment: in the end, live, when replayed, and by simpler methods."""
+    """Return the verdicts on a segment: at its end, live, replayed, and by simpler methods."""
     world, verdict = run.plan.world, replayed[segment.end]
     truth = [(late.stage, late.ranks[0]) for late in segment.late][:1]
     suspects = [(suspect["stage"], suspect["rank"]) for suspect in verdict["suspects"]]
@@ -372,9 +381,11 @@ def judged(run: Run, segment: Segment, replayed: dict[int, Case]) -> Case:
 
 def simpler(window: Window) -> dict[str, Any]:
     """
-    Return what simpler methods think of each rank and stage, (R, 6) or (R, 5), as shares of the mean step.
+    Return the scores that simpler methods give to each rank and stage, (R, 6) or (R, 5), as shares of the
+    mean step.
 
-    With and without the split of backward from the wait for peers; nobody is excused for waiting.
+    They are computed with and without separating backward from the wait for peers. Waiting ranks are not
+    excused.
     """
     joined = window.d[:, :, :SYNC_WAIT].copy()
     joined[:, :, BACKWARD] += window.d[:, :, SYNC_WAIT]
@@ -392,7 +403,7 @@ def simpler(window: Window) -> dict[str, Any]:
 
 
 def place(scores: Any, stage: str, rank: int) -> dict[str, float]:
-    """Return which place the truth has in an order by `scores` (R, S), and the best score."""
+    """Return the position of the true rank and stage in the order by `scores` (R, S), and the best score."""
     return {"place": int((scores > scores[rank, STAGES.index(stage)]).sum()) + 1, "best": float(scores.max())}
 
 
@@ -400,36 +411,36 @@ def place(scores: Any, stage: str, rank: int) -> dict[str, float]:
 
 
 def pct(hits: Iterable[bool]) -> str:
-    """Return the share that is true."""
+    """Return the share of true values."""
     return f"{100 * np.mean(list(hits)):.0f} %"
 
 
 def counted(labels: Counter[str]) -> str:
-    """Return how many there are of each, most first."""
+    """Return the number of each label, the most frequent first."""
     return ", ".join(f"{number} {label}" for label, number in labels.most_common())
 
 
 def spread(values: Iterable[float | None], digits: int) -> str:
-    """Return median / p90 / worst, as order statistics: None comes after all others."""
+    """Return median / p90 / worst, as order statistics. None is sorted after all other values."""
     ordered = sorted(np.inf if value is None else value for value in values)
     picked = (ordered[int(share * (len(ordered) - 1) + 0.5)] for share in (0.5, 0.9, 1.0))
     return " / ".join("never" if value == np.inf else f"{value:.{digits}f}" for value in picked)
 
 
 def markdown(head: str, rows: Iterable[Sequence[object]]) -> str:
-    """Return a table; `head` has its columns, separated by |."""
+    """Return a table. `head` has the column names, separated by |."""
     lines = [head, " | ".join(["---"] * (head.count("|") + 1)), *(" | ".join(map(str, row)) for row in rows)]
     return "\n".join(f"| {line} |" for line in lines)
 
 
 def in_time(case: Case) -> bool:
-    """Tell whether the fault was named live by the bar."""
+    """Return whether the fault was named live within the limit."""
     bar_s = BAR_SMALL_S if case["share"] <= SMALL else BAR_S
     return case["live_s"] is not None and (case["live_s"] <= bar_s or case["live_steps"] <= BAR_STEPS)
 
 
 def faults_table(faults: list[Case]) -> str:
-    """Tell of single faults, by world and severity."""
+    """Return the table of single faults, by world size and severity."""
     groups: dict[tuple[str, str], list[Case]] = {}
     for case in sorted(faults, key=lambda case: (case["world"], case["share"])):
         for world in (str(case["world"]), "all"):
@@ -448,7 +459,7 @@ def faults_table(faults: list[Case]) -> str:
 
 
 def simpler_table(faults: list[Case], quiet: list[Case]) -> str:
-    """Compare with simpler methods, on the same windows."""
+    """Return a comparison with simpler methods, on the same windows."""
     wrong = sum(window["label"] == "straggler" for window in quiet)
     ours = [pct(case["right"] for case in faults), pct(case["top2"] for case in faults)]
     rows = [("**traceml-ray**", *ours, f"{wrong} of {len(quiet)}", f"{LIMITS.min_excess:.1%}", ours[0])]
@@ -466,7 +477,7 @@ def simpler_table(faults: list[Case], quiet: list[Case]) -> str:
 
 
 def specials_table(specials: list[Case]) -> str:
-    """Tell of everything that is not one late rank."""
+    """Return the table of all scenarios other than one late rank."""
     rows = []
     for kind in sorted({case["kind"] for case in specials}):
         cases = [case for case in specials if case["kind"] == kind]
@@ -476,7 +487,10 @@ def specials_table(specials: list[Case]) -> str:
 
 
 def singles_table(singles: list[Case]) -> str:
-    """Compare with TraceML: the same script and seed, one fault a run, what is said at its end."""
+    """
+    Return a comparison with TraceML: same script and seed, one fault per run, verdict at the end
+    of the run.
+    """
     faults = [case for case in singles if case["truth"]]
     quiet = [case for case in singles if not case["truth"]]
     rows: list[Sequence[object]] = []
@@ -491,7 +505,7 @@ def singles_table(singles: list[Case]) -> str:
 
 
 def missed(planted: list[Case], quiet: list[Case], alarms: list[Case]) -> list[str]:
-    """Return what a person should look at."""
+    """Return the cases that a person should check."""
     lines = [
         f"- {case['run']}, row {case['row']}: {case['what']}: {case['said']}; live: "
         + (", ".join(case["live_said"]) or "no change")
@@ -506,7 +520,7 @@ def missed(planted: list[Case], quiet: list[Case], alarms: list[Case]) -> list[s
 
 
 def published(faults: list[Case], specials: list[Case], quiet: list[Case], alarms: list[Case]) -> None:
-    """Publish what the launches come to: single faults by size, other scenarios, balanced windows."""
+    """Publish the results of the launches: single faults by size, other scenarios, balanced windows."""
     rows: list[Sequence[object]] = []
     for share in sorted({case["share"] for case in faults}):
         cases = [case for case in faults if case["share"] == share]
@@ -527,7 +541,7 @@ def published(faults: list[Case], specials: list[Case], quiet: list[Case], alarm
 
 
 def report(scored: list[dict[str, list[Case]]], singles: list[Case] | None, plan: Plan) -> str:
-    """Return everything, as Markdown."""
+    """Return the whole report as Markdown."""
     planted, quiet, alarms = ([case for one in scored for case in one[what]] for what in scored[0])
     faults = [case for case in planted if case["kind"] == "fault"]
     specials = [case for case in planted if case["kind"] != "fault"]
@@ -570,7 +584,10 @@ def busy_plan(kind: str, step_ms: float, seed: int, args: argparse.Namespace) ->
 
 
 def busy(args: argparse.Namespace) -> None:
-    """Run jobs that fill the cores; print who was named, how often the verdict changed, what was missed."""
+    """
+    Run jobs that fill the cores. Print who was named, how often the verdict changed, and what was
+    missed.
+    """
     healthy: list[Case] = []
     faults: list[Case] = []
     with tempfile.TemporaryDirectory(prefix="busy-") as made:
@@ -609,7 +626,7 @@ def busy(args: argparse.Namespace) -> None:
 
 
 def undisturbed(run: Run) -> Case:
-    """Return what was said live of a run in which nothing is planted, and at its end."""
+    """Return the live verdicts on a run without planted faults, and its final verdict."""
     said_live = [said(verdict) for verdict in run.live if verdict["window_steps"]]
     verdicts = [what for what, _ in itertools.groupby(said_live) if not what.startswith("telemetry_limited")]
     changes = sum(one != other for one, other in itertools.pairwise(verdicts))
@@ -635,7 +652,7 @@ def undisturbed(run: Run) -> Case:
 
 
 def busy_fault(run: Run, segment: Segment) -> Case:
-    """Return what was said live of a fault on a busy core."""
+    """Return the live verdicts on a fault on a busy core."""
     live = [verdict for verdict in run.live if segment.overlaps(verdict)]
     began = run.began_ns[segment.first]
     hit = next((verdict["t_ns"] for verdict in live if segment.right(verdict, run.plan.world)), None)
@@ -653,7 +670,7 @@ def busy_fault(run: Run, segment: Segment) -> Case:
 
 
 def healthy_table(cases: list[Case]) -> str:
-    """Tell who was named where nothing is planted."""
+    """Return the table of ranks that were named although nothing is planted."""
     rows = [
         (
             f"{case['asked_ms']:g} ms",
@@ -676,7 +693,7 @@ def healthy_table(cases: list[Case]) -> str:
 
 
 def busy_table(cases: list[Case]) -> str:
-    """Tell how many of the faults were named."""
+    """Return the table of how many faults were named."""
     rows = []
     for key in [*sorted({case["asked_ms"] for case in cases}), None]:
         some = [case for case in cases if key in (case["asked_ms"], None)]
@@ -738,7 +755,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chosen(args: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """Return what was given on the command line of what a busy run has other defaults for."""
+    """Return the command-line values for options whose defaults differ in a busy run."""
     return {
         name: getattr(args, name)
         for name in ("step_ms", "seeds")

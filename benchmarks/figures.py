@@ -1,4 +1,4 @@
-"""What the benchmarks have in common: what was measured on which machine and commit, and its table."""
+"""Shared by the benchmarks: what was measured on which machine and commit, and its table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class Figure(NamedTuple):
 
 
 def answering(source: Any) -> list[float]:
-    """Return the CPU seconds (one number) that `source` takes to reply from now on; it may be set anew."""
+    """
+    Return a list with one number: CPU seconds that `source` takes to reply from now on. It can be
+    reset.
+    """
     spent, reply = [0.0], source.reply
 
     def timed(message: bytes) -> bytes:
@@ -42,7 +45,7 @@ def answering(source: Any) -> list[float]:
 
 
 def machine() -> str:
-    """Return the commit, day, machine and versions, as one line to stand over a table."""
+    """Return the commit, day, machine and versions as one line for the head of a table."""
     with open("/proc/cpuinfo") as file:  # noqa: PTH123
         model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), "?")
     software = ["Linux " + platform.release(), "Python " + platform.python_version()]
@@ -54,7 +57,7 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """Return the short name of the commit that is checked out; with a + where files differ from it."""
+    """Return the short name of the checked-out commit, with a + if files differ from it."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         name = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()

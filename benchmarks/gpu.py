@@ -1,16 +1,16 @@
 """
-What only a CUDA device can confirm; less than eight minutes.
+Checks that only a CUDA device can confirm. They take less than eight minutes.
 
     python benchmarks/gpu.py [memory] --markdown [--only SECTION] [--played]
 
-Each section is a process of its own and fails by itself; what it looks at stands at the top of its function.
-Those that measure time run alone, the others three at a time. What cannot be seen on this machine (Ray is not
-installed, NVML shows no pids in this container) is NOT SEEN: no failure, and no confirmation. The last line
-tells whether this device is confirmed. `--markdown` prints what belongs
-into RESULTS.md; each section's figures are on stderr as soon as it ends. `--played` tries what it can on the
-device of the tests, whose time is played: that shows that the script works, and nothing about a device.
+Each section runs in a separate process and fails independently; the docstring of its function says what it
+checks. Sections that measure time run alone, the others three at a time. What cannot be seen on this machine
+(Ray is not installed, NVML shows no pids in this container) is NOT SEEN, which is neither a failure nor a
+confirmation. The last line says whether this device is confirmed. `--markdown` prints the text for
+RESULTS.md; the figures of each section appear on stderr as soon as it ends. `--played` runs what it can on
+the simulated device of the tests. That shows that the script works, and nothing about a real device.
 
-Ends with 0 when no section failed, 1 when one did, 2 where there is no CUDA device.
+The exit code is 0 if no section failed, 1 if one failed, and 2 if there is no CUDA device.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import NamedTuple
 from figures import Figure, machine, table
 
 ALL_S = 460.0
-"""No section begins later than this, or takes the whole beyond it."""
+"""Time limit of all sections together, in s. No section begins later or is allowed to exceed it."""
 
 
 class Section(NamedTuple):
-    """How many seconds it may take, whether it measures time, whether it can be played."""
+    """A section: its time limit in seconds, whether it measures time, and whether it can be played."""
 
     limit_s: int
     alone: bool = False
@@ -67,13 +67,13 @@ SECTIONS = {
 ABOUT = {"memory": ["driver", "memory", "hidden", "oom"]}
 AT_ONCE = 3
 MAY_BE_UNSEEN = {"ray_train", "nvml", "driver", "visible", "mig", "load", "hidden", "oom"}
-"""What they look at is not the device's clock."""
+"""Sections that may be NOT SEEN: they do not check the device's clock."""
 NO_DEVICE = 2
 FAILED, NOT_SEEN = "FAILED", "NOT SEEN"
 
 
 def without_device() -> str:
-    """Return why there is no CUDA device to measure, "" where there is one."""
+    """Return why there is no CUDA device to measure; "" if there is one."""
     import torch
 
     if torch.version.cuda is None:
@@ -82,7 +82,7 @@ def without_device() -> str:
 
 
 def device() -> str:
-    """Return device, driver and versions, as one line to stand over the table."""
+    """Return device, driver and versions as one line for the head of the table."""
     import torch
 
     properties = torch.cuda.get_device_properties(0)
@@ -99,7 +99,10 @@ def device() -> str:
 
 
 def run(section: str, limit_s: float, played: bool) -> list[Figure]:
-    """Return the figures of a section; where it fails, one that says so. What it started ends with it."""
+    """
+    Return the figures of a section. If it fails, return a figure that says so. Its child processes end with
+    it.
+    """
     command = [sys.executable, __file__, "--section", section, *["--played"] * played]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -126,7 +129,7 @@ def run(section: str, limit_s: float, played: bool) -> list[Figure]:
 
 
 def run_all(chosen: list[str], played: bool) -> list[Figure]:
-    """Run those that measure time one after the other, then the others side by side."""
+    """Run the sections that measure time one after the other, then the others in parallel."""
     end, figures, text = time.monotonic() + ALL_S, dict[str, list[Figure]](), threading.Lock()
 
     def one(section: str) -> None:

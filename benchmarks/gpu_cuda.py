@@ -25,7 +25,10 @@ HERE = Path(__file__).parent
 
 
 def capture(env: Any) -> None:
-    """A graph is captured while another thread reads, in mode `global`; and what happens without ours."""
+    """
+    A graph is captured in mode `global` while another thread reads events; also without our way
+    of reading.
+    """
     broken = _captures(env, enters=True)
     figure("captures broken by the agent's reading, of 20", str(broken), "0", broken == 0)
     broken = _captures(env, enters=False)
@@ -37,7 +40,7 @@ def _captures(env: Any, enters: bool) -> int:
 
     def read() -> None:
         try:
-            api = env.api()  # which makes this thread one that may read
+            api = env.api()  # creating it makes this thread one that may read
             if not enters:
                 api._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(0)))
             ready.set()
@@ -74,7 +77,7 @@ def _captures(env: Any, enters: bool) -> int:
 
 
 def memory(env: Any) -> None:
-    """What all events of the ring take on the device."""
+    """Device memory that all events of the ring take."""
     free, _ = torch.cuda.mem_get_info()
     env.api().make(EVENT_SLOTS)
     env.sync()
@@ -83,7 +86,7 @@ def memory(env: Any) -> None:
 
 
 def amp(env: Any) -> None:
-    """Autocast: rows as without it, and the same losses as without us."""
+    """Autocast: rows as without autocast, and the same losses as without the monitor."""
 
     def wrap(net: nn.Module) -> nn.Module:
         net.forward = torch.autocast("cuda", torch.float16)(net.forward)  # type: ignore[method-assign]
@@ -96,7 +99,7 @@ def amp(env: Any) -> None:
 
 
 def fsdp2(env: Any) -> None:
-    """Every wait of FSDP2 is marked, in its own thread of autograd too; rows are whole."""
+    """Every wait of FSDP2 is marked, also in autograd's own thread; rows are complete."""
     import torch.distributed.fsdp as fsdp
 
     def wrap(net: Any) -> nn.Module:
@@ -118,7 +121,10 @@ def fsdp2(env: Any) -> None:
 
 
 def graphs(env: Any) -> None:
-    """`torch.compile(mode="reduce-overhead")` and `make_graphed_callables`: the same losses as without us."""
+    """
+    `torch.compile(mode="reduce-overhead")` and `make_graphed_callables`: same losses as without
+    the monitor.
+    """
 
     def inner() -> nn.Module:
         torch.manual_seed(0)
@@ -143,7 +149,7 @@ def graphs(env: Any) -> None:
 
 
 def kineto(env: Any) -> None:
-    """Stages against the device ranges that the profiler has seen: median error below 2 %."""
+    """Stages compared with the device ranges that the profiler recorded: the median error is below 2 %."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     matrix = torch.randn(3072, 3072, device=env.device)
@@ -190,7 +196,7 @@ def kineto(env: Any) -> None:
 
 
 def stage_errors(rows: list[list[int]], events: list[dict[str, Any]]) -> tuple[dict[str, list[float]], int]:
-    """Return by how much stages differ from the profiler's ranges on the device, and the number of steps."""
+    """Return the differences of stages from the profiler's ranges on the device, and the number of steps."""
     ranges: dict[str, list[tuple[float, float]]] = {"the forward": [], "the optimizer": []}
     for event in events:
         if event.get("cat") == "gpu_user_annotation" and event.get("name") in ranges:
@@ -208,7 +214,7 @@ def stage_errors(rows: list[list[int]], events: list[dict[str, Any]]) -> tuple[d
 
 
 def judge(env: Any) -> None:
-    """Two ranks on this one device, one slow in backward: named by the whole product."""
+    """Two ranks on this one device, one slow in backward: the whole product names the slow rank."""
     with tempfile.TemporaryDirectory() as folder:
         script = [HERE / "training/gpu_ranks.py"]
         if not env.cuda:

@@ -1,4 +1,4 @@
-"""What the sections of `gpu.py` have in common: the device, real or played, and a training on it."""
+"""Shared by the sections of `gpu.py`: the device, real or played, and a training on it."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ FORWARD_MS, BACKWARD_MS, OPTIMIZER_MS = 4.0, 8.0, 2.0
 
 
 def figure(what: str, value: str, budget: str = "", good: bool = True) -> None:
-    """Print one line of the table; what is not good is a failure."""
+    """Print one row of the table. If it is not `good`, it is a failure."""
     print(json.dumps([what, value if good else f"FAILED: {value}", budget]), flush=True)
 
 
 def unseen(what: str, why: str) -> None:
-    """Print that something cannot be looked at here: no failure, and no confirmation."""
+    """Print that something cannot be seen here: neither a failure nor a confirmation."""
     figure(what, f"NOT SEEN: {why}")
 
 
 class Keeper:
-    """A relay that keeps what it is given."""
+    """A relay that keeps the batches it receives."""
 
     generation = 1
 
@@ -57,7 +57,7 @@ class Keeper:
         return True
 
     def replies(self) -> list[bytes]:
-        """Confirm what there is."""
+        """Confirm the batches received so far."""
         if not self.taken:
             return []
         last = self.taken[-1]
@@ -76,7 +76,7 @@ class Real:
     tolerance = 0.05
 
     def __init__(self, lazy: bool = False) -> None:
-        """With `lazy` nothing is done on the device yet: there may be none."""
+        """With `lazy`, do nothing on the device yet: there may be none."""
         self.device = torch.device("cuda", 0)
         self._cycles = 0.0
         self._matrix: Tensor | None = None
@@ -84,7 +84,7 @@ class Real:
             self._measure()
 
     def _measure(self) -> None:
-        """Find out how many cycles a ms has, once an idle device's clocks have risen."""
+        """Measure the number of cycles per ms, after the clocks of an idle device have risen."""
         torch.zeros(1, device=self.device)
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for attempt in range(40):
@@ -100,17 +100,17 @@ class Real:
     clock = staticmethod(time.perf_counter_ns)
 
     def kernel(self, ms: float) -> None:
-        """Keep the current stream busy."""
+        """Keep the current stream busy for `ms` ms."""
         torch.cuda._sleep(int(ms * self._cycles))
 
     def host(self, ms: float) -> None:
-        """Keep the host busy."""
+        """Keep the host busy for `ms` ms."""
         end = time.perf_counter_ns() + ms * MS
         while time.perf_counter_ns() < end:
             pass
 
     def sync(self) -> None:
-        """Wait for all of the device."""
+        """Wait for all work of the device."""
         torch.cuda.synchronize()
 
     def visible(self) -> int:
@@ -122,13 +122,13 @@ class Real:
         return str(torch.cuda.get_device_properties(0).uuid).removeprefix("GPU-").lower()
 
     def hold(self, size: int) -> Tensor:
-        """Return a tensor of so many bytes on the device."""
+        """Return a tensor of `size` bytes on the device."""
         held = torch.ones(size, dtype=torch.uint8, device=self.device)
         self.sync()
         return held
 
     def seconds(self, seconds: int) -> int:
-        """Return how long to go on, where a person would for `seconds`."""
+        """Return how long to run where a person would run for `seconds` seconds."""
         return seconds
 
     def heat(self) -> None:
@@ -140,7 +140,7 @@ class Real:
         self.sync()
 
     def side(self, ms: float) -> Callable[[], None]:
-        """Keep a stream of its own busy; return what has the current one wait for that."""
+        """Keep another stream busy. Return a function that makes the current stream wait for it."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -148,7 +148,7 @@ class Real:
         return lambda: torch.cuda.current_stream().wait_stream(stream)
 
     def api(self) -> DeviceApi:
-        """Return the one under test; its calls belong into a thread that is not the script's."""
+        """Return the device API under test. Call it in a thread other than the script's."""
         from traceml_ray.agent.cuda import cuda_api
 
         return cuda_api(0)
@@ -158,17 +158,17 @@ class Real:
         agent.start()
 
     def after(self, agent: RankAgent, step: int) -> None:
-        """Leave it to the agent; it needs a moment after the first step."""
+        """Leave reading to the agent's thread. It needs a moment after the first step."""
         if step == 1:
             time.sleep(0.5)
 
     def close(self, agent: RankAgent) -> None:
-        """Send what is left."""
+        """Send the remaining batches."""
         agent.close()
 
 
 class Played:
-    """The device of the tests: it shows that these sections work."""
+    """The simulated device of the tests. It shows that these sections work."""
 
     name = "cpu"
     backend = "gloo"
@@ -193,14 +193,14 @@ class Played:
         return int(os.environ.get("CUDA_VISIBLE_DEVICES") in ("0", f"GPU-{self.UUID}"))
 
     def uuid(self) -> str:
-        """Return that of the played card."""
+        """Return the UUID of the simulated card."""
         return self.UUID
 
     def hold(self, _: int) -> None:
         """Nothing to hold."""
 
     def seconds(self, _: int) -> int:
-        """Do not wait for what is played."""
+        """Return a short time: simulated work needs no waiting."""
         return 1
 
     def heat(self) -> None:
@@ -221,7 +221,7 @@ class Played:
         self.fake.wait(MS)
 
     def side(self, ms: float) -> Callable[[], None]:
-        """Have something end on another stream."""
+        """Put work on another stream. Return a function that makes the current stream wait for it."""
         until = max(self.fake.ends[self.fake.stream], self.fake.now) + round(ms * MS)
         return lambda: self.fake.wait_for(until)
 
@@ -231,19 +231,19 @@ class Played:
         return api
 
     def start(self, agent: RankAgent) -> None:
-        """Have the agent's marks made on the played host."""
+        """Let the simulated host make the agent's marks."""
         agent.recorder.clock = self.fake
         agent.recorder.stamp_with(self.fake)
         agent.recorder.steps.forget(self.fake.now)
 
     def after(self, agent: RankAgent, step: int) -> None:
-        """Be the agent's thread."""
+        """Do the work of the agent's thread."""
         if step == 1:
             agent.device.begin(self.fake)
         agent.tick()
 
     def close(self, agent: RankAgent) -> None:
-        """Send what is left."""
+        """Send the remaining batches."""
         agent.tick(final=True)
 
 
@@ -257,7 +257,7 @@ class Net(nn.Module):
         self.env, self.added = env, added
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute, and have backward do so."""
+        """Compute, and make backward compute for as long."""
         self.env.host(0.05)
         self.env.kernel(FORWARD_MS + self.added.get("forward", 0.0))
         hidden = self.first(x).relu()
@@ -270,7 +270,7 @@ class Net(nn.Module):
 
 
 class Batches(torch.utils.data.Dataset[Tensor]):
-    """They take a while on the host."""
+    """A data set whose samples take some time on the host."""
 
     def __init__(self, env: Any, ms: float) -> None:
         self.env, self.ms = env, ms
@@ -285,7 +285,7 @@ class Batches(torch.utils.data.Dataset[Tensor]):
 
 @contextmanager
 def one_rank(backend: str) -> Iterator[None]:
-    """Be a job of one rank."""
+    """Set up a job of one rank."""
     import torch.distributed as dist
 
     with tempfile.TemporaryDirectory() as folder:
@@ -301,7 +301,7 @@ def train(
     wrap: Callable[[nn.Module], nn.Module] = nn.Module.train,
     waits: str = "",
 ) -> list[float]:
-    """Take STEPS steps; `waits` is where the host waits for the device. Return the losses."""
+    """Run STEPS steps. `waits`: where the host waits for the device. Return the losses."""
     model = wrap(Net(env, added).to(env.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     losses = []
@@ -339,7 +339,7 @@ def watched(env: Any, **options: Any) -> tuple[list[list[int]], RankAgent, list[
 
 
 def rows_of(batches: list[wire.RankBatch]) -> list[list[int]]:
-    """Return those on the device's clock, ns per stage."""
+    """Return the rows on the device's clock, ns per stage."""
     rows = []
     for batch in batches:
         for i, flags in enumerate(batch.flags):
@@ -349,7 +349,7 @@ def rows_of(batches: list[wire.RankBatch]) -> list[list[int]]:
 
 
 def middle(rows: list[list[int]]) -> list[float]:
-    """Return the median row, in ms, of all but the first."""
+    """Return the median row, in ms, of all rows except the first."""
     if len(rows) < STEPS // 3:
         raise RuntimeError(f"{len(rows)} of {STEPS} rows are on the device's clock")
     return [statistics.median(row[stage] for row in rows[2:]) / MS for stage in range(N_STAGES)]

@@ -29,7 +29,10 @@ def _missing(sampler: NodeSampler) -> str:
 
 
 def launched(*arguments: str, code: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments from the root of the repository; RuntimeError but for exit `code`."""
+    """
+    Run Python with these arguments in the root of the repository. RuntimeError unless the exit code is
+    `code`.
+    """
     ran = subprocess.run(
         [sys.executable, *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "TRACEML_DEVICE_CLOCK": "1", **variables},
@@ -44,7 +47,7 @@ def launched(*arguments: str, code: int = 0, **variables: str) -> subprocess.Com
 
 
 def nvml(env: Any) -> None:
-    """What the node's sampler knows of the device while it works."""
+    """What the node's sampler reports about the device while the device works."""
     sampler = NodeSampler()
     for _ in range(20):
         env.kernel(50)
@@ -68,7 +71,7 @@ def nvml(env: Any) -> None:
 
 
 def mig(env: Any) -> None:
-    """Whether the device is divided by MIG, and that the sampler says so."""
+    """Whether the device is partitioned by MIG, and whether the sampler reports that."""
     del env
     import pynvml
 
@@ -88,7 +91,7 @@ def mig(env: Any) -> None:
 
 
 def driver(env: Any) -> None:
-    """What the driver says that this process has on the device: more than its tensors, by pid."""
+    """Device memory of this process according to the driver: more than its tensors, found by pid."""
     held = env.hold(GIB)
     sampler = NodeSampler()
     gpus = sampler.sample(0).gpus or []
@@ -104,7 +107,7 @@ def driver(env: Any) -> None:
 
 
 def load(env: Any) -> None:
-    """Power and clocks over time under load: they move, and reasons have names."""
+    """Power and clocks over time under load: they change, and throttle reasons have names."""
     sampler = NodeSampler()
     before, samples = (sampler.sample(0).gpus or [None])[0], []
     if before is None:
@@ -131,7 +134,10 @@ def load(env: Any) -> None:
 
 
 def visible(env: Any) -> None:
-    """CUDA_VISIBLE_DEVICES by UUID, by index, wrong: NVML shows a pid on the device that the process has."""
+    """
+    CUDA_VISIBLE_DEVICES by UUID, by index, and wrong: NVML shows the pid on the device that the
+    process uses.
+    """
     uuid = env.uuid()
     played = ["--played"] * (env.name != "cuda")
     for name, value, count in (
@@ -156,7 +162,10 @@ def visible(env: Any) -> None:
 
 
 def _whose(env: Any) -> dict[str, Any]:
-    """Return how many devices this process sees, and the UUID of the one on which NVML has its pid."""
+    """
+    Return the number of devices this process sees, and the UUID of the device on which NVML has
+    its pid.
+    """
     count = env.visible()
     if not count:
         return {"count": 0}
@@ -173,7 +182,7 @@ def _whose(env: Any) -> dict[str, Any]:
 
 
 def demo(env: Any) -> None:
-    """The example alone, and `make demo` as a person has it: the rank that is late is named."""
+    """The example alone, and `make demo` as a person runs it: the late rank is named."""
     steps, ranks = ("120", "4") if env.name == "cuda" else ("60", "3")
     example, where = str(ROOT / "examples/train_gpt.py"), ("--device", env.name)
     with tempfile.TemporaryDirectory() as folder:

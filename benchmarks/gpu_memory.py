@@ -1,4 +1,7 @@
-"""The sections of `gpu.py` about memory that torch's allocator does not know of, and memory that runs out."""
+"""
+The sections of `gpu.py` about memory that torch's allocator does not count, and about running out
+of memory.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def _ran(folder: Path, steps: int, at_step: int, then: str, code: int = 0, **var
 
 
 def hidden(env: Any) -> None:
-    """512 MiB that a library takes from the driver are found as a step of the memory that is hidden."""
+    """512 MiB that a library takes from the driver are detected as a step of hidden memory."""
     del env
     with tempfile.TemporaryDirectory() as folder:
         analysis = analyze(_ran(Path(folder), 400, 150, HIDE.format(bytes=HIDDEN_MIB * MIB)))
@@ -66,7 +69,7 @@ def _said(analysis: Analysis) -> str:
 
 
 def oom(env: Any) -> None:
-    """A device that runs out of memory: the verdict, and a bundle with torch's own snapshot."""
+    """A device runs out of memory: the verdict, and a bundle with torch's own snapshot."""
     del env
     then = f"kept.append(torch.empty({2 * GIB}, dtype=torch.uint8, device='cuda'))"
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The sections of `gpu.py` that a played device can go through, too: each prints figures."""
+"""The sections of `gpu.py` that also run on a played device. Each prints figures."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from traceml_ray.stages import BACKWARD, STAGES, SYNC_WAIT
 
 ADDED_MS = 10.0
 MOST_SHARE = 0.005
-"""What may be added to the shortest step that `auto` measures, though its host is never waited for."""
+"""Largest overhead for the shortest step that `auto` measures although its host never waits."""
 
 
 def cost(env: Any) -> None:
-    """What a mark, and reading one, costs."""
+    """The cost of making a mark, and of reading one."""
     api, slots = env.api(), 1000
     api.make(slots)
 
@@ -59,7 +59,7 @@ def cost(env: Any) -> None:
 
 
 def stages(env: Any) -> None:
-    """What is added to one stage comes out there and nowhere else."""
+    """Time added to one stage appears in that stage and in no other."""
 
     def check(name: str, base: list[float], **options: Any) -> None:
         rows, _, _ = watched(env, **options)
@@ -123,7 +123,7 @@ def peer(env: Any) -> None:
 
 
 def offset(env: Any) -> None:
-    """How well the two clocks can be compared."""
+    """How precisely the two clocks can be compared."""
     api, line, errors_us = env.api(), ClockOffset(), []
     api.make(2)
     since, device_ns = EVENT_SLOTS, 0
@@ -146,7 +146,7 @@ def offset(env: Any) -> None:
 
 
 def overhead(env: Any) -> None:
-    """What the device's clock adds to a step: attached and detached in turn, the pairs compared."""
+    """Overhead of the device's clock per step: attached and detached in turn, compared in pairs."""
     pairs = _pairs(env, kernel_ms=0, steps=100, count=40)
     added = [after - before for before, after in pairs]
     low, high = statistics.quantiles(added, n=20)[0], statistics.quantiles(added, n=20)[-1]
@@ -169,7 +169,7 @@ def overhead(env: Any) -> None:
 
 
 def _pairs(env: Any, kernel_ms: float, steps: int, count: int) -> list[tuple[float, float]]:
-    """Return what a step takes (us) without and with an agent, next to each other."""
+    """Return the step time in us without and with an agent, in adjacent pairs."""
     model = nn.Linear(16, 1).to(env.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     batch = torch.ones(4, 16, device=env.device)

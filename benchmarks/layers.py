@@ -1,10 +1,11 @@
 """
-What deep mode costs: the layers of the example's GPT measured, beside the same loop without.
+What deep mode costs: the example's GPT with layers measured, compared with the same loop without.
 
     python benchmarks/layers.py [--quick] [--markdown]
 
-Blocks of steps with and without it take turns, in random order, and are measured in CPU time, which depends
-less on what else runs; the middle of the pairs counts. What the sampler says of its own cost is beside it.
+Blocks of steps with and without deep mode alternate in random order. They are measured in CPU time, which
+depends less on other processes; the median of the pairs counts. The cost that the sampler reports about
+itself is printed next to it.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from traceml_ray.agent.ring import StepRing
 from traceml_ray.signals.layers.agent import LayerSampler
 
 BLOCK = 32
-"""Steps of a block: of one in 16 that is measured, two."""
+"""Number of steps in a block. One step in 16 is measured, so two per block."""
 BUDGET = "≤ 3 %"
 
 
 class Rank:
-    """The patches of a rank and its sampler, without an agent."""
+    """The patches and the sampler of a rank, without an agent."""
 
     def __init__(self, model: Any) -> None:
         self.recorder = Recorder(StepRing(4 * BLOCK))
@@ -46,19 +47,19 @@ class Rank:
         self._ring = ring
 
     def deep(self, on: bool) -> None:
-        """Begin to measure layers, or put everything back."""
+        """Begin to measure layers, or restore everything."""
         self.sampler._always = on
         self.turn()
 
     def turn(self) -> list[Any]:
-        """Do what the agent's thread does now and then."""
+        """Do the periodic work of the agent's thread."""
         self.recorder.replay()
         self._ring.drain(4 * BLOCK)
         return self.sampler.collect()
 
 
 def measure(quick: bool) -> list[Figure]:
-    """Measure what is added to a step, and what the sampler says of it."""
+    """Measure the time added to a step, and the cost that the sampler reports."""
     training = gpt_training()
     rank = Rank(training.model)
     training.run(4)
@@ -97,7 +98,7 @@ def measure(quick: bool) -> list[Figure]:
 
 
 def measure_idle(quick: bool) -> list[Figure]:
-    """Measure the call of a module in a step that is not measured."""
+    """Measure the call of a module in a step in which layers are not measured."""
     import torch
 
     module, x = torch.nn.Identity(), torch.zeros(())

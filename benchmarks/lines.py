@@ -2,7 +2,7 @@
 Counts the lines of code of the package by subject, and finds files and functions that are too long.
 
 A line of code is one that holds part of a statement: no blank line, comment or docstring. Imports count.
-`--rev REV` counts another commit beside the files that are there; exit code 1 where a bound is passed.
+`--rev REV` also counts another commit for comparison. The exit code is 1 if a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ FUNCTION_LINES = 50
 
 
 class Function(NamedTuple):
-    """A function, and how many lines of code it has without those of functions inside it."""
+    """A function, and its number of lines of code without those of functions inside it."""
 
     where: str
     lines: int
 
 
 class Count(NamedTuple):
-    """What was counted: lines of code by place, by file and by function."""
+    """The counts: lines of code by place, by file and by function."""
 
     code: Counter[str]
     files: dict[str, int]
@@ -39,7 +39,7 @@ class Count(NamedTuple):
 
 
 def sources(rev: str | None) -> Iterator[tuple[str, str]]:
-    """Yield (path, text) of the package's files: those of commit `rev`, or those that are there."""
+    """Yield (path, text) of the package's files, from commit `rev` or from the working tree."""
     if rev is None:
         for path in sorted(path for folder in PLACES for path in (ROOT / folder).rglob("*.py")):
             yield path.relative_to(ROOT).as_posix(), path.read_text()
@@ -50,7 +50,7 @@ def sources(rev: str | None) -> Iterator[tuple[str, str]]:
 
 
 def code_lines(tree: ast.AST) -> set[int]:
-    """Return the numbers of the lines that hold part of a statement of `tree` which is no docstring."""
+    """Return the numbers of the lines that hold part of a statement of `tree`, except docstrings."""
     lines: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt) and not _is_docstring(node):
@@ -64,7 +64,7 @@ def code_lines(tree: ast.AST) -> set[int]:
 
 
 def count(rev: str | None = None) -> Count:
-    """Count the files of commit `rev`, or those that are there."""
+    """Count the files of commit `rev`, or of the working tree."""
     code: Counter[str] = Counter()
     files, functions = {}, []
     for path, text in sources(rev):
@@ -82,7 +82,7 @@ def count(rev: str | None = None) -> Count:
 
 
 def report(now: Count, before: Count | None = None) -> str:
-    """Return the table by subject as Markdown, and what is said of functions and files."""
+    """Return the table by subject as Markdown, and a summary of functions and files."""
     earlier = before.code if before else Counter[str]()
     lines = ["| subject | before | now |", "|---|---|---|"]
     for subject in sorted({*now.code, *earlier}):
@@ -94,7 +94,7 @@ def report(now: Count, before: Count | None = None) -> str:
 
 
 def too_long(now: Count) -> list[str]:
-    """Return what passes a bound, the longest first."""
+    """Return everything that exceeds a limit, the longest first."""
     files = [(lines, path) for path, lines in now.files.items() if lines > FILE_LINES]
     functions = [
         (function.lines, function.where) for function in now.functions if function.lines > FUNCTION_LINES

@@ -1,13 +1,13 @@
 """
-How fast the memory analysis is: a whole run after the fact, and a run that goes on.
+How fast the memory analysis is: for a whole stored run, and for a live run.
 
     python benchmarks/memory.py [--ranks 512] [--samples 2000] [--live 1024] [--seconds 180]
     python benchmarks/memory.py --families 400
 
-One rank leaks, another has a step in its hidden gap; the others take and give back gigabytes in each step.
-Prints CPU time, the highest memory of the process and what was found. Live, each rank has a sample a second
-after half an hour of them; what the aggregator does with them counts, time itself is played. With --families
-it counts instead how often families of series with a known truth are judged right, over so many seeds.
+One rank leaks, and another has a step in its hidden gap. The others allocate and free gigabytes in each step.
+Prints CPU time, peak memory of the process and the findings. In the live case each rank sends a sample a
+second, after half an hour of samples. Only the aggregator's work is measured; time itself is simulated.
+`--families N` instead counts how often families of series with a known truth are judged right, over N seeds.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from traceml_ray.store.rank_processes import RankProcess
 _BEFORE_S = 1800
 """Seconds of samples that a run has before it is judged."""
 LEAKS, STEPS = 77, 13
-"""The ranks with something to find, where there are so many."""
+"""The ranks with something to find, if there are that many ranks."""
 
 
 def series(rank: int, n: int) -> Series:
-    """Return what a rank of a node of eight sends in n seconds."""
+    """Return what a rank on a node of eight ranks sends in `n` seconds."""
     rng = np.random.default_rng(rank)
     allocated = 20 * GIB + rng.uniform(0, 10 * GIB, n)
     gap = 800 * MIB + rng.normal(0, 3 * MIB, n)
@@ -79,7 +79,7 @@ def offline(ranks: int, samples: int) -> list[Figure]:
 
 
 def live(ranks: int, seconds: int) -> list[Figure]:
-    """Judge a run while it goes on, for `seconds` that are played."""
+    """Judge a live run, for `seconds` simulated seconds."""
     now = 0.0
     memory = LiveMemory(threading.Lock(), lambda: now)
     source = {rank: _samples(rank, _BEFORE_S + seconds) for rank in (0, LEAKS)}
@@ -110,7 +110,7 @@ def live(ranks: int, seconds: int) -> list[Figure]:
 
 
 def families(seeds: int) -> list[Figure]:
-    """Judge every family with so many seeds."""
+    """Judge every family with `seeds` seeds."""
     return [
         Figure(
             "families",
@@ -124,7 +124,10 @@ def families(seeds: int) -> list[Figure]:
 
 
 def summed(figures: Iterable[Figure]) -> list[tuple[str, str]]:
-    """Return the rows of RESULTS.md: the outcomes of all families together, and those with a wrong one."""
+    """
+    Return the rows of RESULTS.md: the outcomes of all families together, and the families with a wrong
+    outcome.
+    """
     counts, wrong = Counter[str](), list[str]()
     for one in figures:
         outcomes_of_family = [part.split(" ", 1) for part in one.value.split(", ") if part]

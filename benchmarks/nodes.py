@@ -1,7 +1,7 @@
 """
-What the monitor costs on a cluster of many nodes where nothing trains: `nodes.py [NODES [SECONDS]]`.
+What the monitor costs on a cluster of many nodes on which nothing trains: `nodes.py [NODES [SECONDS]]`.
 
-The nodes are raylets on this one machine, so relays that start side by side share its cores.
+The nodes are raylets on this one machine, so relays that start at the same time share its cores.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import traceml_ray
 
 
 def measure(nodes: int, quiet: int) -> None:
-    """Start, wait for every relay, watch them idle, stop; print what each took."""
+    """Start, wait for every relay, observe them idle, stop. Print the cost of each phase."""
     with fake_cluster(nodes=nodes, cpus=1) as _, tempfile.TemporaryDirectory() as out:
         print(f"{machine()}\n{nodes} nodes\n")
         began = time.monotonic()
@@ -55,12 +55,12 @@ def measure(nodes: int, quiet: int) -> None:
 
 
 def cpu_s(processes: list[psutil.Process]) -> float:
-    """CPU seconds of these processes so far."""
+    """Return the CPU seconds of these processes so far."""
     return sum(map(cpu_one, processes))
 
 
 def cpu_one(process: psutil.Process) -> float:
-    """CPU seconds of one process so far."""
+    """Return the CPU seconds of one process so far."""
     times = process.cpu_times()
     return times.user + times.system
 

@@ -1,5 +1,5 @@
 """
-What the monitor costs the run that it watches, against the budgets.
+What the monitor costs the run that it watches, compared with the budgets.
 
     python benchmarks/overhead.py [--quick] [--only PART] [--markdown]
 
@@ -8,10 +8,10 @@ What the monitor costs the run that it watches, against the budgets.
     agent   CPU of the agent's thread, bytes on the wire
     memory  one sample of the process's memory
 
-What a whole launch pays is in `startup.py`.
+`startup.py` measures the cost of a whole launch.
 
-A small machine is noisy, so everything is measured in pairs next to each other, in random order, and
-the middle of the pairs counts. Nothing else should run meanwhile. Linux.
+A small machine is noisy. So everything is measured in adjacent pairs, in random order, and the median of the
+pairs counts. Nothing else should run meanwhile. Linux only.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ from traceml_ray.wire.messages import TracePart, TraceReply
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 STRETCH = 5
-"""Steps between attaching and detaching."""
+"""Number of steps between attaching and detaching."""
 BLOCK = 100
-"""Steps of the tiny model that are timed as one."""
+"""Number of steps of the tiny model that are timed together."""
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 
@@ -79,7 +79,7 @@ def medians(values: list[float], rounds: int = 2000) -> Any:
 
 
 def middle(values: Any) -> Middle:
-    """Return what `medians` found, with where 95 % of the resamples lie."""
+    """Return the median from `medians`, with the interval of 95 % of the resamples."""
     import numpy as np
 
     low, high = np.percentile(values[1:], (2.5, 97.5))
@@ -90,7 +90,7 @@ def middle(values: Any) -> Middle:
 
 
 class Confirms:
-    """An aggregator that has stored whatever it is sent (transport and sampler of the relay)."""
+    """An aggregator that confirms everything as stored. It is the transport and the sampler of the relay."""
 
     def __init__(self) -> None:
         self.errors: Counter[str] = Counter()
@@ -104,11 +104,11 @@ class Confirms:
         return True
 
     def finish(self, data: bytes) -> bool:
-        """Refuse: this session has no end."""
+        """Refuse: this session does not end."""
         return False
 
     def send_part(self, data: bytes) -> bool:
-        """Take all of a trace."""
+        """Accept a part of a trace."""
         part = codec.decode(data, TracePart)
         more = part.offset + len(part.data) < part.total_bytes
         there = part.offset + len(part.data) if more else None
@@ -116,7 +116,7 @@ class Confirms:
         return True
 
     def part_replies(self, timeout_s: float) -> list[bytes | Exception]:
-        """Return how much of it is there."""
+        """Return how much of the trace has arrived."""
         replies, self._parts = self._parts, []
         return replies
 
@@ -133,7 +133,7 @@ class Confirms:
 
 
 def serve(path: str) -> None:
-    """Be the relay at `path` until this process is ended."""
+    """Run as the relay at `path` until this process is ended."""
     node = wire.NodeIdentity("bench", socket.gethostname(), "127.0.0.1")
     confirms = Confirms()
     relay = RelayCore(Path(path), node, confirms, confirms, Settings())
@@ -143,7 +143,7 @@ def serve(path: str) -> None:
 
 @contextlib.contextmanager
 def relay_process() -> Iterator[str]:
-    """Run a relay in a process of its own; gives the path of its socket."""
+    """Run a relay in a separate process; yields the path of its socket."""
     with tempfile.TemporaryDirectory(prefix="bench-", dir="/tmp") as folder:
         path = f"{folder}/relay.sock"
         process = multiprocessing.get_context("spawn").Process(target=serve, args=(path,), daemon=True)
@@ -170,7 +170,7 @@ def until(done: Callable[[], Any], what: str, seconds: float) -> Any:
 
 
 class Training:
-    """A loop that can be run a few steps at a time; the model is the loop's root."""
+    """A loop that can run a few steps at a time. The model is the root module of the loop."""
 
     def __init__(self, model: Any, loader: Any, loss: Callable[[Any, Any], Any], optimizer: Any) -> None:
         self.model = model
@@ -179,10 +179,10 @@ class Training:
         self._optimizer = optimizer(model.parameters(), lr=1e-3)
         self._batches = iter(loader)
         gc.collect()
-        gc.freeze()  # or each of the collections in `settle_down` looks at all of torch
+        gc.freeze()  # otherwise each collection in `settle_down` would scan all of torch
 
     def run(self, steps: int) -> None:
-        """Train for so many steps."""
+        """Train for `steps` steps."""
         for _ in range(steps):
             batch = next(self._batches, None)
             if batch is None:
@@ -201,17 +201,17 @@ class Training:
 
 def settle_down(training: Training) -> None:
     """
-    Let Python forget that patches have just come or gone: that is no part of what they cost.
+    Collect garbage after patches were applied or removed, because that is not part of their cost.
 
-    They are new objects when they come and garbage when they go, which moves collections into one
-    stretch or the other: in stretches of 0.1 s that showed as 0.5 %.
+    Patches are new objects when applied and garbage when removed, which moves collections into one stretch or
+    the other. In stretches of 0.1 s that showed as 0.5 %.
     """
     gc.collect()
     training.run(2)
 
 
 def gpt_training() -> Training:
-    """Make the loop of the example, in one process, with steps of 20 to 30 ms."""
+    """Return the loop of the example, in one process, with steps of 20 to 30 ms."""
     sys.path.insert(0, str(EXAMPLES))
     import torch
     import train_gpt  # type: ignore[import-not-found]
@@ -233,7 +233,7 @@ def gpt_training() -> Training:
 
 
 def tiny_training(wrap: Callable[[Any], Any] = lambda model: model) -> Training:
-    """Make a loop of which a step takes 0.1 ms: there a microsecond can be seen."""
+    """Return a loop whose step takes 0.1 ms, so that a microsecond is visible."""
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -249,9 +249,9 @@ def measure_step(quick: bool) -> list[Figure]:
     """
     Measure the share of a step that the whole monitor takes.
 
-    The agent lives all the time, its patches come and go. Its rounds are not left to the clock, which
-    would put them where it is detached, and in so few stretches that no median saw them: every third
-    attached stretch begins with one, and what that adds counts as often as there is one a second.
+    The agent exists all the time; its patches are applied and removed. Its polls are not driven by the clock:
+    then they would fall into detached stretches, or into too few stretches to affect a median. Instead, every
+    third attached stretch begins with a poll, and its cost is weighted as one poll a second.
     """
     training = gpt_training()
     ratios: dict[bool, list[float]] = {True: [], False: []}
@@ -266,7 +266,7 @@ def measure_step(quick: bool) -> list[Figure]:
                 agent.tick()
 
         threading.Thread(target=rounds, daemon=True).start()
-        due.release()  # the first round connects and looks everything up
+        due.release()  # the first poll connects and looks everything up
         for pair in range(12 if quick else 600):
             taken, with_round = {}, pair % 3 == 0
             for attached in random.sample((True, False), 2):
@@ -296,13 +296,13 @@ def measure_step(quick: bool) -> list[Figure]:
 
 
 def check(instrumentation: Instrumentation) -> None:
-    """Raise RuntimeError if something was swallowed or left out: then less was measured than is there."""
+    """Raise RuntimeError if errors were swallowed or parts left out: then too little was measured."""
     if instrumentation.errors or instrumentation.missing:
         raise RuntimeError(f"not all there: {instrumentation.errors} {instrumentation.missing}")
 
 
 def measure_marks(quick: bool) -> list[Figure]:
-    """Measure what the patched functions add to a step, with all six stages."""
+    """Measure what the patched functions add to a step with all six stages."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -333,16 +333,16 @@ def measure_marks(quick: bool) -> list[Figure]:
 
 
 PATCHES = {"data": 3, "forward": 1, "backward": 3, "optimizer": 2}
-"""What is patched, and how many marks of a step it makes; the forward's is on the root module."""
+"""The patches, and the number of marks each makes per step. The forward patch is on the root module."""
 
 
 class Without(Patcher):
-    """All patches but one."""
+    """All patches except one."""
 
     left_out = ""
 
     def apply(self, name: str, patch: Callable[[], object]) -> None:
-        """Leave that one out."""
+        """Apply a patch, unless it is the one to leave out."""
         if name != self.left_out:
             super().apply(name, patch)
 
@@ -358,13 +358,14 @@ def empty_call_us() -> float:
 
 def marks_us(training: Training, blocks: int, patch: str = "") -> tuple[Middle, float]:
     """
-    Compare medians of blocks with and without patches; µs added a step, µs of a step without.
+    Compare medians of blocks with and without patches. Return the µs added per step, and the µs of a step
+    without.
 
-    With the name of a `patch`: those of all patches with those of all but this one.
+    With the name of a `patch`, compare blocks with all patches and blocks with all patches except this one.
     """
     ring = StepRing(4 * BLOCK)
     recorder = Recorder(ring)
-    if hasattr(training.model, "require_backward_grad_sync"):  # one rank has no peers: act as if
+    if hasattr(training.model, "require_backward_grad_sync"):  # one rank has no peers: pretend that it has
         recorder.exchange.peers = lambda: bool(training.model.require_backward_grad_sync)
     patcher = Without()
     instrumentation = Instrumentation(recorder, patcher)
@@ -392,26 +393,26 @@ def marks_us(training: Training, blocks: int, patch: str = "") -> tuple[Middle, 
 
 
 class Tap:
-    """The agent's channel, with what goes through it kept."""
+    """The agent's channel, which also records what passes through it."""
 
     def __init__(self, channel: SocketChannel) -> None:
         self._channel = channel
         self.sent: list[bytes] = []
 
     def offer(self, data: bytes) -> bool:
-        """Keep what is taken."""
+        """Record what the channel accepts."""
         taken = self._channel.offer(data)
         if taken:
             self.sent.append(data)
         return taken
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the channel's own."""
+        """Pass everything else on to the channel."""
         return getattr(self._channel, name)
 
 
 def measure_agent(quick: bool) -> list[Figure]:
-    """Measure the agent as it is started in a rank, beside loops of a given pace."""
+    """Measure an agent started as in a rank, next to loops of a given step time."""
     os.environ.update(RANK)
     figures = []
     training = tiny_training()
@@ -428,7 +429,7 @@ def measure_agent(quick: bool) -> list[Figure]:
                 time.sleep(1 / rate)
             check(agent.instrumentation)
             bootstrap.stop()
-        # The first tells who this is and meets a cold process; the last one is the end.
+        # The first poll sends the identity and runs in a cold process; the last one is the end.
         batches = [codec.decode(data, wire.RankBatch) for data in tap.sent][1:-1]
         first, last = batches[0], batches[-1]
         begun, done = first.overhead, last.overhead
@@ -453,7 +454,7 @@ def measure_agent(quick: bool) -> list[Figure]:
 
 
 def measure_memory(quick: bool) -> list[Figure]:
-    """Measure a sample of memory as the agent takes it each round, and what it counts now and then."""
+    """Measure a memory sample as the agent takes it in each poll, and the counts it makes now and then."""
     sampler, number = MemorySampler(), 200 if quick else 2000
     sampler.sample(0, 0)
     if sampler.missing:
@@ -470,7 +471,7 @@ def measure_memory(quick: bool) -> list[Figure]:
 
 
 def measure_output(quick: bool) -> list[Figure]:
-    """Measure a `print` of a line, buffered by line as to a terminal, with and without the tap."""
+    """Measure a `print` of one line, line-buffered as on a terminal, with and without the tap."""
     number, pairs = 2_000 if quick else 20_000, 9 if quick else 41
     spent: dict[bool, list[float]] = {True: [], False: []}
     with tempfile.NamedTemporaryFile("w", buffering=1) as file:

@@ -1,8 +1,8 @@
 """
-The page RESULTS.md, made of `results.json`: python benchmarks/page.py
+Makes the page RESULTS.md from `results.json`: python benchmarks/page.py
 
-`results.json` has each table as its benchmark published it last (`figures.publish`), with the command and the
-machine. `results.py` puts new tables into it. Here is what is around them: sections, titles, the order.
+`results.json` has each table as its benchmark last published it (`figures.publish`), with the command and the
+machine. `results.py` puts new tables into it. This module adds the sections, titles and order.
 """
 
 from __future__ import annotations

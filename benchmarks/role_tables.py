@@ -1,9 +1,9 @@
 """
-What the verdict makes of simulated pipelines with replicas: `python benchmarks/role_tables.py [JOBS] [SEED]`.
+Verdicts on simulated pipelines with replicas: `python benchmarks/role_tables.py [JOBS] [SEED]`.
 
 Random jobs of the simulator in `tests/simulated_pipeline.py`: 2 to 4 stages, even or uneven, of 2 to 4
-replicas, each without a fault and with 15 and 30 % of the step in one stage of one rank. What a fault costs
-is the time of the run with it against the same run without it.
+replicas, each without a fault and with 15 and 30 % of the step in one stage of one rank. The cost of a fault
+is the time of the run with it compared with the same run without it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COSTLY, FREE = 0.08, 0.02
 
 
 def random_job(rng: np.random.Generator) -> Pipeline:
-    """Return any pipeline."""
+    """Return a random pipeline."""
     depth, even = int(rng.choice([2, 2, 3, 4])), rng.random() < 0.5
     work = np.full(depth, rng.uniform(0.5, 5)) if even else rng.uniform(0.5, 5, depth)
     return Pipeline(

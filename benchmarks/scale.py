@@ -50,12 +50,15 @@ from traceml_ray.wire import messages as wire
 SIZES = (8, 64, 512, 2048, 8192)
 PER_NODE, STEPS_A_SECOND = 8, 5
 ON_TIME = 2
-"""Steps of a second before the late rank is late: it begins at no particular time."""
+"""Number of steps of a second before the late rank is late, so that it begins within a second."""
 MS = 1_000_000
 ROW = np.array([5, 10, 1, 60, 100, 24]) * MS
-"""Of a rank that is not late, ns."""
+"""Row of a rank that is not late, in ns."""
 HOST_ROW = np.array([3, 10, 1, 8, 12, 166]) * MS
-"""The same on its host's clock, where ROW is of its device: it queues the work, and waits at the end."""
+"""
+The same row on the host's clock, where ROW is on the device's: the host queues work and waits at
+the end.
+"""
 
 
 class Node:
@@ -79,8 +82,8 @@ class Node:
         self, late: int | None, rng: np.random.Generator, rows_only: bool, on_time: int, calls: int
     ) -> list[bytes]:
         """
-        Return what this relay has to send of one second, in so many messages; `late` is the rank that is, but
-        for the first `on_time` steps.
+        Return the messages with which this relay sends one second of steps. `late` is the late rank, which is
+        still on time in the first `on_time` steps.
         """
         first, self.second = self.second * STEPS_A_SECOND, self.second + 1
         keys = (np.arange(first, first + STEPS_A_SECOND, dtype="<i8") << SEGMENT_BITS).tobytes()
@@ -101,7 +104,10 @@ class Node:
         return [self._message(batches[number::calls]) for number in range(calls)]
 
     def _host_part(self, rows: Any) -> dict[str, Any]:
-        """Return the hosts' rows and leads of device rows: a host is late where its device waits for data."""
+        """
+        Return the hosts' rows and leads for device rows. A host is late where its device waits
+        for data.
+        """
         more = rows - ROW
         hosts = np.tile(HOST_ROW, (STEPS_A_SECOND, 1)) + more // 2
         hosts[:, DATA] += more[:, DATA] - more[:, DATA] // 2
@@ -116,7 +122,7 @@ class Node:
         return codec.encode(message)
 
     def _more(self, first: int) -> dict[str, Any]:
-        """Return what a rank under DDP sends each second beside its rows."""
+        """Return what a rank under DDP sends each second in addition to rows."""
         step, now = first + STEPS_A_SECOND, time.time_ns()
         spans = [
             wire.SpanSum(name, stage, STEPS_A_SECOND, 5 * MS, MS, first, step - 1)
@@ -140,7 +146,7 @@ class Node:
 
 
 def collect(sent: deque[tuple[float, Any]], waits: list[float], timeout_s: float) -> None:
-    """Wait a moment for the oldest answer; note how long it took."""
+    """Wait a moment for the oldest answer, and record how long it took."""
     if not sent:
         time.sleep(timeout_s)
     elif ray.wait([sent[0][1]], timeout=timeout_s)[0]:

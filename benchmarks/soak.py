@@ -52,16 +52,22 @@ from traceml_ray.wire import messages as wire
 
 SCRIPT = Path(__file__).parent / "training" / "soaking.py"
 LONG_S = 300
-"""In a shorter run much is still warming up: then the second of two bars counts, for what runs away."""
+"""
+Shorter runs are still warming up. For them the second, looser of two limits applies, which
+detects runaways.
+"""
 SLOPE_MB_MIN = (1.0, 150.0)
 FLAT = (2, 8)
-"""By how many file descriptors, or threads, the last quarter may have more than the first."""
+"""
+Largest increase of file descriptors, or of threads, from the first to the last quarter: in a run of LONG_S
+or more, and in a shorter one.
+"""
 LIFE = (0.5, 0.25)
-"""Share of a run that a process has to live to be measured."""
+"""Share of a run that a process must live to be measured: for runs from LONG_S on, and for shorter runs."""
 BACK_S = 10.0
-"""Within which who was killed is there again."""
+"""Time within which a killed process must be back, in s."""
 HOUR_MB = 100
-"""Largest session file of 8 ranks, 10 steps a second, one hour."""
+"""Largest session file for one hour of 8 ranks with 10 steps a second, in MB."""
 KILLS_UNTIL = 0.4
 KINDS = ("kill relay", "kill aggregator", "stop relay", "stop aggregator", "stop both")
 KINDS += ("events", "parts", "garbage")
@@ -75,7 +81,7 @@ MB = 1e6
 
 
 class Look(NamedTuple):
-    """One process at one moment: seconds, bytes, counts, seconds of CPU so far."""
+    """One process at one moment: seconds, bytes, counts, CPU seconds so far."""
 
     t: float
     rss: int
@@ -86,7 +92,7 @@ class Look(NamedTuple):
 
 
 class Life:
-    """One process from when it was first seen."""
+    """The life of one process, from when it was first seen."""
 
     def __init__(self, role: str, process: psutil.Process) -> None:
         self.role = role
@@ -94,7 +100,7 @@ class Life:
         self.looks: list[Look] = []
 
     def look(self) -> None:
-        """Look once; raises `psutil.Error` or OSError when it is gone."""
+        """Sample the process once. Raises `psutil.Error` or OSError when it is gone."""
         sizes: Counter[str] = Counter()
         for line in Path(f"/proc/{self.process.pid}/smaps_rollup").read_text().splitlines()[1:]:
             name, size = line.split()[:2]
@@ -105,23 +111,23 @@ class Life:
 
     @property
     def seconds(self) -> float:
-        """From its first to its last look."""
+        """Return the time from the first to the last sample, in s."""
         return self.looks[-1].t - self.looks[0].t if self.looks else 0.0
 
     def settled(self) -> list[Look]:
-        """Return the looks without those of its first half."""
+        """Return the samples without those of the first half."""
         return [look for look in self.looks if look.t >= self.looks[0].t + self.seconds / 2]
 
 
 class Lives:
-    """Every process of a launch that is to be looked at."""
+    """Every process of a launch that is sampled."""
 
     def __init__(self, launcher: psutil.Process) -> None:
         self._launcher = launcher
         self._known: dict[psutil.Process, Life] = {}
 
     def look(self) -> None:
-        """Find who is there and look at each."""
+        """Find the processes and sample each."""
         for process in self._launcher.children(recursive=True):
             with contextlib.suppress(psutil.Error, OSError):
                 life = self._known.get(process)
@@ -131,7 +137,7 @@ class Lives:
                     life.look()
 
     def begin(self) -> None:
-        """Forget what was seen until now."""
+        """Forget all samples so far."""
         for life in self._known.values():
             life.looks.clear()
 
@@ -141,12 +147,12 @@ class Lives:
         return next((process for process in living if process.is_running()), None)
 
     def of(self, role: str) -> list[Life]:
-        """Return every life of that role, or roles that begin so."""
+        """Return every life of that role, or of roles with that prefix."""
         return [life for life in self._known.values() if life.role.startswith(role)]
 
 
 def role_of(process: psutil.Process) -> str | None:
-    """Return what a process is, None when it is nothing that is looked at (yet)."""
+    """Return the role of a process. None: it is not sampled, or not yet."""
     command = process.cmdline()
     if not command:
         return None
@@ -171,7 +177,7 @@ def slope_mb_min(times: list[float], values: list[int]) -> float:
 
 
 class Fault(NamedTuple):
-    """What happens when, in seconds from the first step, and for how long."""
+    """A fault: what happens, when (in seconds from the first step), and for how long."""
 
     start_s: float
     kind: str
@@ -179,7 +185,7 @@ class Fault(NamedTuple):
 
 
 def planned(seed: int, seconds: float) -> list[Fault]:
-    """Return the faults of a run: each kind at least once, nobody killed in the last three fifths."""
+    """Return the faults of a run: each kind at least once, and no kill in the last three fifths."""
     rng = random.Random(seed)
     count = max(len(KINDS), int(seconds / EVERY_S))
     room = 0.85 * seconds / count
@@ -197,7 +203,7 @@ def planned(seed: int, seconds: float) -> list[Fault]:
 
 
 class Faults:
-    """Brings about what is planned, each in a thread of its own."""
+    """Causes the planned faults, each in a separate thread."""
 
     def __init__(self, plan: list[Fault], lives: Lives, path: str, seed: int) -> None:
         self.done: Counter[str] = Counter()
@@ -209,13 +215,13 @@ class Faults:
         self._threads: list[threading.Thread] = []
 
     def turn(self, now: float) -> None:
-        """Begin what is due."""
+        """Begin the faults that are due."""
         while self._plan and self._plan[0].start_s <= now:
             self._threads.append(threading.Thread(target=self._do, args=(self._plan.pop(0),)))
             self._threads[-1].start()
 
     def end(self) -> None:
-        """Wait for what has begun."""
+        """Wait for the faults that have begun."""
         for thread in self._threads:
             thread.join()
 
@@ -229,7 +235,7 @@ class Faults:
                 time.sleep(fault.seconds)
                 for process in stopped:
                     process.send_signal(signal.SIGCONT)
-            elif what != "parts":  # that the ranks do themselves
+            elif what != "parts":  # the ranks do that themselves
                 {"events": self._events, "garbage": self._garbage}[what](fault.seconds)
             self.done[fault.kind] += 1
         except (psutil.Error, OSError, RuntimeError) as error:
@@ -246,7 +252,7 @@ class Faults:
             sock.settimeout(5)
             try:
                 sock.connect(self._path)
-            except OSError:  # killed, and not there again
+            except OSError:  # it was killed and is not back yet
                 sock.close()
                 return None
             return sock
@@ -255,7 +261,7 @@ class Faults:
         return connection
 
     def _events(self, seconds: float) -> None:
-        """Be a process that has nothing but events to tell: 300 of them every 0.1 s."""
+        """Act as a process that only sends events: 300 of them every 0.1 s."""
         process, batches = f"{self._rng.getrandbits(64):016x}", int(10 * seconds)
         with self._connect() as sock:
             for seq in range(batches):
@@ -269,7 +275,7 @@ class Faults:
                 time.sleep(0.1)
 
     def _garbage(self, seconds: float) -> None:
-        """Connect again and again to send what is no message, or half of one."""
+        """Connect repeatedly to send invalid or truncated messages."""
         good = codec.encode(
             wire.RankBatch(codec.VERSION, "garbage", 0, 0, 1, 0, 0, bytes(8), b"\0", bytes(48))
         )
@@ -285,7 +291,7 @@ class Faults:
 
 
 def roles(who: str) -> tuple[str, ...]:
-    """Return whom a fault is of."""
+    """Return the roles that a fault affects."""
     return ("relay", "aggregator") if who == "both" else (who,)
 
 
@@ -293,13 +299,13 @@ def roles(who: str) -> tuple[str, ...]:
 
 
 class Browser(threading.Thread):
-    """Asks once a second what a browser on some page asks; stays ten seconds on each."""
+    """Sends, once a second, the requests of a browser on a page. Stays ten seconds on each page."""
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
         self.answers: Counter[str] = Counter()
         self.stale = 0
-        """Answers in which it was first said that the aggregator does not answer."""
+        """Number of answers in which the aggregator was first reported as not answering."""
         self.took_ms: list[float] = []
         self._url = url.rstrip("/")
         self._over = threading.Event()
@@ -313,7 +319,7 @@ class Browser(threading.Thread):
         )
 
     def run(self) -> None:
-        """Ask until `end`."""
+        """Send requests until `end`."""
         seen: dict[str, Any] = {}
         for number in range(1 << 30):
             page = self._pages[number // 10 % len(self._pages)]
@@ -326,7 +332,7 @@ class Browser(threading.Thread):
                 return
 
     def end(self) -> None:
-        """Ask no more."""
+        """Stop sending requests."""
         self._over.set()
         self.join(30)
 
@@ -361,7 +367,7 @@ class Browser(threading.Thread):
 
 
 class Soak:
-    """One run; `play` it, then `bars` tells what came of it."""
+    """One run. Call `play`; then `bars` returns the results."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args = args
@@ -379,7 +385,7 @@ class Soak:
         self._path.write_text(json.dumps(plan))
 
     def play(self) -> None:
-        """Launch; once all is up, bring about the faults, and look. Raises RuntimeError."""
+        """Launch. Once all is up, cause the faults and sample the processes. Raises RuntimeError."""
         with self._launched() as process:
             self.lives = Lives(psutil.Process(process.pid))
             until(lambda: self._is_up(process), "everything is up", START_S)
@@ -415,7 +421,7 @@ class Soak:
         try:
             yield process
         finally:
-            process.terminate()  # a launcher ends its ranks, and what else it started
+            process.terminate()  # the launcher ends its ranks and everything else it started
             try:
                 process.wait(END_S)
             except subprocess.TimeoutExpired:
@@ -447,7 +453,7 @@ class Soak:
             sizes.append(path.stat().st_size if path.exists() else 0)
 
     def counted(self) -> int:
-        """Return how many steps the ranks themselves have counted."""
+        """Return the number of steps that the ranks themselves have counted."""
         files = [self._path.with_suffix(f".{rank}.json") for rank in range(self.args.ranks)]
         return sum(json.loads(file.read_text())["steps"] for file in files)
 
@@ -456,7 +462,7 @@ class Soak:
 
 
 class Bar(NamedTuple):
-    """One thing that has to be so."""
+    """One requirement, and whether it is met."""
 
     what: str
     measured: str
@@ -464,7 +470,7 @@ class Bar(NamedTuple):
 
 
 def process_rows(soak: Soak) -> tuple[list[str], list[Bar]]:
-    """Return the table of the processes, and the bars on those that are ours."""
+    """Return the table of processes, and the requirements on our own ones."""
     rows, bars = [], []
     short = soak.args.seconds < LONG_S
     limit, flat, least_s = SLOPE_MB_MIN[short], FLAT[short], LIFE[short] * soak.args.seconds
@@ -493,13 +499,13 @@ def process_rows(soak: Soak) -> tuple[list[str], list[Bar]]:
 
 
 def slope(life: Life, name: str) -> float:
-    """Return how fast a process grows, MB a minute, after its warm-up."""
+    """Return the growth of a process after its warm-up, in MB a minute."""
     looks = life.settled()
     return slope_mb_min([look.t for look in looks], [getattr(look, name) for look in looks])
 
 
 def cpu_pct(looks: list[Look]) -> str:
-    """Return what it took of a core in the first and in the last quarter, %."""
+    """Return the CPU use in the first and in the last quarter, in % of a core."""
     quarter = max(2, len(looks) // 4)
     parts = looks[:quarter], looks[-quarter:]
     shares = [(part[-1].cpu - part[0].cpu) / max(1e-9, part[-1].t - part[0].t) for part in parts]
@@ -513,7 +519,7 @@ def change(counts: list[int]) -> tuple[int, int]:
 
 
 def row_bars(soak: Soak) -> tuple[list[str], list[Bar]]:
-    """Compare the ledger with what the ranks have counted, and with the rows that are in the file."""
+    """Compare the ledger with the ranks' own counts and with the rows in the file."""
     with SessionFile(soak.session / "session.sqlite") as stored:
         ledger = stored.ledger()
         doubled = doubled_rows(stored)
@@ -539,10 +545,10 @@ def row_bars(soak: Soak) -> tuple[list[str], list[Bar]]:
 
 
 def file_bars(soak: Soak) -> tuple[list[str], list[Bar]]:
-    """Tell what a row takes in the session file, without the floods, and what an hour's file would be."""
+    """Return the size of a row in the session file, without the floods, and the size of an hour's file."""
     path = soak.session / "session.sqlite"
     whole = path.stat().st_size
-    with sqlite3.connect(path, isolation_level=None) as database:  # of no further use
+    with sqlite3.connect(path, isolation_level=None) as database:  # the file is not used any more
         (rows,) = database.execute("SELECT sum(n) FROM chunk").fetchone()
         database.execute("DELETE FROM event WHERE kind = 'note'")
         database.execute("DELETE FROM span WHERE name LIKE 'part %'")
@@ -559,11 +565,11 @@ def file_bars(soak: Soak) -> tuple[list[str], list[Bar]]:
         f"By that, an hour of 8 ranks at 10 steps/s is {hour:.0f} MB, an hour of this run {here:.0f} MB.",
     ]
     bar = Bar(f"MB of 8 ranks × 1 h × 10 steps/s < {HOUR_MB}", f"{hour:.0f}", hour < HOUR_MB)
-    return lines, [bar] if seconds >= LONG_S else []  # an empty file has a size, too
+    return lines, [bar] if seconds >= LONG_S else []  # even an empty file has a size
 
 
 def other_bars(soak: Soak) -> tuple[list[str], list[Bar]]:
-    """Tell what happened, and how the dashboard answered."""
+    """Return the faults that happened, and how the dashboard answered."""
     done = ", ".join(f"{kind} {count}" for kind, count in sorted(soak.faults.done.items()))
     failed = f"; could not: {dict(soak.faults.failed)}" if soak.faults.failed else ""
     lines = [f"Faults: {done}{failed}."]

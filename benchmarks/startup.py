@@ -1,11 +1,11 @@
 """
-What a whole launch pays for its monitor and its private Ray: `python benchmarks/startup.py [--quick]`.
+What the monitor and its private Ray cost a whole launch: `python benchmarks/startup.py [--quick]`.
 
     idle    ranks that mostly wait: the time before the first step and after the last, and the memory
     full    ranks that keep every core busy, for about ten seconds: the whole run
 
-Launches with a monitor and with `--no-monitor` take turns; the median of the pairs counts. Nothing else
-should run meanwhile. Linux.
+Launches with a monitor and with `--no-monitor` alternate; the median of the pairs counts. Nothing else should
+run meanwhile. Linux only.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 RANKS = 2
 OTHERS = ("RAY_ADDRESS", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 IDLE = ("--slow", "data:0:90")
-"""Steps of about 0.1 s, most of it slept."""
+"""Steps of about 0.1 s, most of which is sleep."""
 FULL = ("--batch-size", "16", "--workers", "0")
 
 
 class Run(NamedTuple):
-    """One launch: seconds in all, to the first step, from the last to the end; bytes of ranks and others."""
+    """
+    One launch: seconds in total, to the first step, and from the last step to the end; bytes of ranks and
+    others.
+    """
 
     whole_s: float
     start_s: float
@@ -48,7 +51,7 @@ class Run(NamedTuple):
 
 
 def idle(pairs: int, steps: int) -> list[Figure]:
-    """Measure start, end and memory where cores are free."""
+    """Measure start, end and memory when cores are free."""
     runs = alternate(pairs, (*IDLE, "--steps", str(steps)), steps, memory_at=steps * 3 // 4)
 
     def added(field: str) -> float:
@@ -64,7 +67,7 @@ def idle(pairs: int, steps: int) -> list[Figure]:
 
 
 def full(pairs: int, seconds: float) -> list[Figure]:
-    """Measure whole runs of about `seconds` on cores that are all busy."""
+    """Measure whole runs of about `seconds` seconds when all cores are busy."""
     steps = 20 if seconds else 5
     while seconds and (took := launch(False, (*FULL, "--steps", str(steps)), steps).whole_s) < 0.8 * seconds:
         steps += max(20, round(steps * (seconds / took - 1)))
@@ -97,7 +100,7 @@ def alternate(
 
 
 def launch(monitored: bool, arguments: tuple[str, ...], steps: int, memory_at: int = 0) -> Run:
-    """Run the launcher once; look at the memory when so many steps are done (0: not at all)."""
+    """Run the launcher once. Measure memory when `step` steps are done (0: not at all)."""
     mark = secrets.token_hex(8)
     with tempfile.TemporaryDirectory(prefix="bench-", dir="/tmp") as folder:
         losses = Path(folder) / "losses"
@@ -130,7 +133,10 @@ def launch(monitored: bool, arguments: tuple[str, ...], steps: int, memory_at: i
 
 
 def until(done: Callable[[], Any], process: subprocess.Popen[bytes]) -> bool:
-    """Wait until `done()` is true, or the process has ended; seldom: it takes a core from the ranks."""
+    """
+    Wait until `done()` is true or the process has ended. It polls rarely, because that takes a core from the
+    ranks.
+    """
     while process.poll() is None and not done():
         time.sleep(0.05)
     return True

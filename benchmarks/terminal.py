@@ -1,9 +1,9 @@
 """
 `traceml-ray top` on a large job: `python benchmarks/terminal.py [--ranks 1024]`.
 
-A session is played into a real aggregator, five steps a second, one rank late. Told, by window and pane: the
-CPU that a redraw takes once a second (poll, panel, what is sent; the aggregator's answers are beside it), how
-much is sent, and how much `rich.live` would send of the same panel.
+A session is played into a real aggregator, five steps a second, one rank late. Reported by window and pane:
+CPU time of a redraw once a second (poll, panel, output; the aggregator's answers separately), bytes sent, and
+bytes that `rich.live` would send for the same panel.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHOWN = [((80, 24), "overview"), ((120, 40), "overview"), ((200, 60), "overview"
 
 
 def main() -> None:
-    """Play, look, and print a table."""
+    """Play, measure, and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -74,7 +74,7 @@ def measure(played: Played, size: tuple[int, int], choice: Choice, ticks: int) -
         screen.draw(panel(feed.renew(), choice, *size))
         terminal_ms.append(1e3 * (time.process_time() - used - spent[0]))
         asked.append(1e3 * spent[0])
-    del played.source.reply  # what was put in its place
+    del played.source.reply  # remove the replacement
     assert feed.newest is not None
     live = _of_live(feed, choice, size)
     cpu, part = np.median(terminal_ms[1:]), np.median(asked[1:])
@@ -84,7 +84,7 @@ def measure(played: Played, size: tuple[int, int], choice: Choice, ticks: int) -
 
 
 def _of_live(feed: Feed, choice: Choice, size: tuple[int, int]) -> int:
-    """Return how many bytes `rich.live` sends for one more frame."""
+    """Return the number of bytes that `rich.live` sends for one more frame."""
     width, height = size
     file = io.StringIO()
     console = Console(file=file, width=width, height=height + 1, color_system="256", force_terminal=True)

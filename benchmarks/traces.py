@@ -51,29 +51,29 @@ STEPS, STEP_MS, NOISE = 26, 50.0, 0.05
 FIRST, FAULT, QUIET = 150, 180, 60
 STAGES_LATE = ["post_sync", "data", "prepare", "forward", "backward"]
 INTO = 20
-"""Steps of a fault before the capture is asked for."""
+"""Number of steps of a fault before the capture is requested."""
 EXAMPLE = str(Path(__file__).parents[1] / "examples" / "train_gpt.py")
 MOST_APART = 0.05
 
 
 class Compared(NamedTuple):
-    """What two recorders say of the same steps of all ranks."""
+    """What two recorders say about the same steps of all ranks."""
 
     what: str
     steps: int
     step_ms: float
     worst: float
-    """Largest difference of a stage of a rank, as a share of the mean step,"""
+    """Largest difference of any stage of a rank, as a share of the mean step."""
     stage: str
-    """and the stage."""
+    """The stage with the largest difference."""
     rows: str
-    """Whom the verdict's rules name from the rows,"""
+    """What the verdict's rules name from the rows."""
     trace: str
-    """and from the traces."""
+    """What the verdict's rules name from the traces."""
 
 
 def planned(args: argparse.Namespace) -> Plan:
-    """Return a plan with all that is asked for, one after the other."""
+    """Return a plan with everything requested, one fault after the other."""
     fixed = {"every_rank": False, "opening": FIRST, "steps": FAULT, "balanced": QUIET, "device": False}
     options = {**fixed, "step_ms": [STEP_MS], "noise": NOISE, "work": "sleep", **vars(args)}
     plan: Plan = plan_of(args.world, args.seed, argparse.Namespace(**options))
@@ -81,7 +81,7 @@ def planned(args: argparse.Namespace) -> Plan:
 
 
 def last_step(folder: Path) -> int:
-    """Return the newest step that is stored; -1 for none."""
+    """Return the newest stored step; -1 if there is none."""
     if not (folder / DATABASE).exists():
         return -1
     with contextlib.suppress(SessionFileError), SessionFile(folder / DATABASE) as file:  # it is being made
@@ -91,7 +91,7 @@ def last_step(folder: Path) -> int:
 
 
 def capture(folder: Path, from_step: int, running: Callable[[], bool]) -> StoredProfile:
-    """Wait for a step of a session that runs, and capture what follows. Raises RuntimeError."""
+    """Wait for a step of a running session, and capture the following steps. Raises RuntimeError."""
     while last_step(folder) < from_step:
         if not running():
             raise RuntimeError(f"{folder}: the run has ended before step {from_step}")
@@ -103,7 +103,7 @@ def capture(folder: Path, from_step: int, running: Callable[[], bool]) -> Stored
 
 
 def compare(what: str, stored: StoredProfile) -> Compared:
-    """Return what both recorders say of the steps that both have whole, of all ranks."""
+    """Return what both recorders say about the steps that both recorded completely on all ranks."""
     ranks = []
     for source in sources_of_profile(stored):
         rows = {step.step: step.stages_ns for step in source.steps if step.stages_ns is not None}
@@ -121,7 +121,7 @@ def compare(what: str, stored: StoredProfile) -> Compared:
 
 
 def judged(steps: Sequence[int], d: Any) -> str:
-    """Return whom the verdict's rules name, from durations (steps, ranks, stages)."""
+    """Return what the verdict's rules name from durations (steps, ranks, stages)."""
     world = d.shape[1]
     window = Window(
         keys=np.array(steps, np.int64) << SEGMENT_BITS,
@@ -169,7 +169,7 @@ def example(root: Path) -> Compared:
 
 
 def main() -> None:
-    """Run, compare, print; exit code 1 where the two do not agree."""
+    """Run, compare, print. The exit code is 1 if the two recorders do not agree."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

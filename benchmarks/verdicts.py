@@ -1,18 +1,18 @@
 """
-What the verdict makes of work that varies: `python benchmarks/verdicts.py [--only NAME] [--jobs N]`.
+Verdicts on work that varies: `python benchmarks/verdicts.py [--only NAME] [--jobs N]`.
 
 Runs of the families in `tests/work_families.py` are judged as a session file is (*whole run*), as a live run
-is at every stride (*live*), and by single windows of 50 and 200 steps. What a cause costs is the time of the
-run with it against the same draws without it. Tables in Markdown for RESULTS.md have a line for each group of
-families (`--families`: for each family); `--notes` lists every run that is not right. `--random N` judges so
-many random jobs instead. Where large sizes are rare and stay for long, a rank with one looks as if it had
-become late, and so it is as long as it lasts: these runs are counted by themselves.
+is at every stride (*live*), and by single windows of 50 and 200 steps. The cost of a cause is the time of the
+run with it compared with the same draws without it. Tables in Markdown for RESULTS.md have a line for each
+group of families (`--families`: for each family); `--notes` lists every run that is not right. `--random N`
+judges N random jobs instead. If large sizes are rare and stay for long, a rank with a large size looks as if
+it had become late, and it is late for that time: these runs are counted separately.
 
-A run is *right* where the costliest cause is named with all its ranks and a stage of it, in the headline or
-beside it; or where no rank needs a name, none is named, and the label is that of the ranks' imbalance:
-`imbalance` from 12 % of the run on, `healthy` below 8 %, either of them in between. `ambiguous` without a
-rank is *imbalance seen*. What costs less than 2 % needs no name. A run is *wrong* where a healthy rank is
-named anywhere.
+A run is *right* if the costliest cause is named with all its ranks and one of its stages, in the headline or
+as a further name. It is also right if no rank needs a name, no rank is named, and the label fits the
+imbalance of the ranks: `imbalance` from 12 % of the run on, `healthy` below 8 %, either one in between.
+`ambiguous` without a rank is *imbalance seen*. A cause that costs less than 2 % needs no name. A run is
+*wrong* if a healthy rank is named anywhere.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from work_families import FAMILIES
 from traceml_ray.analysis.verdict import DEFAULTS, Verdict, judge_window
 
 SINGLE = (50, 200)
-"""Steps of the windows that are judged by themselves."""
+"""Lengths, in steps, of the windows that are judged separately."""
 GRACE_STEPS = 60
-"""After so many steps of a costly cause `healthy` is wrong."""
+"""Number of steps of a costly cause after which `healthy` is wrong."""
 RANDOM = "random job"
 MODES = ("whole", "live", "single")
 OUTCOMES = {
@@ -66,44 +66,44 @@ OUTCOMES = {
     "label": "finding of nothing",
     "wrong": "**wrong rank**",
 }
-"""Of a whole run, with the heads of their columns."""
+"""Outcomes of a whole run, with the heads of their columns."""
 
 
 @dataclass
 class Score:
-    """What the verdicts on some runs are."""
+    """The outcomes of the verdicts on some runs."""
 
     runs: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     needed: int = 0
-    """Runs whose costliest cause costs COSTLY, and whose rows allow a name; of these"""
+    """Number of runs whose costliest cause costs at least COSTLY and whose rows allow a name."""
     named: int = 0
-    """so many are right."""
+    """Number of runs in `needed` that are right."""
     errors: list[float] = field(default_factory=list)
-    """Claimed cost less the true one, points, of causes that are named."""
+    """Errors of the claimed costs of named causes (claimed − true), in percentage points."""
     beside: Counter[str] = field(default_factory=Counter)
-    """What there is beside the costliest cause, and how much of it is named."""
+    """Causes in addition to the costliest one, and how many of them are named."""
     live_needed: int = 0
     live_named: int = 0
-    """Runs with a costly cause, and those in which some stride names it."""
+    """Number of runs with a costly cause, and of those in which some stride names it."""
     live_steps: list[int] = field(default_factory=list)
-    """From its first step to its name."""
+    """Number of steps from the beginning of a cause to its name."""
     live_wrong: int = 0
-    """Runs in which some stride names a healthy rank."""
+    """Number of runs in which some stride names a healthy rank."""
     strides: int = 0
     wrong_strides: int = 0
     watched: int = 0
-    """Strides at which a healthy rank is watched."""
+    """Number of strides at which a healthy rank is watched."""
     unnamed_strides: int = 0
-    """Strides at which a costly cause has gone on for GRACE_STEPS and was never named; of these"""
+    """Number of strides at which a costly cause has lasted for GRACE_STEPS and was never named."""
     green: int = 0
-    """so many are `healthy`."""
+    """Number of strides in `unnamed_strides` at which the verdict is `healthy`."""
     windows: int = 0
     wrong_windows: int = 0
-    """Single windows, and those that name a healthy rank."""
+    """Number of single windows, and of those that name a healthy rank."""
     notes: list[str] = field(default_factory=list)
     group: str = ""
-    """Runs of one group are counted together."""
+    """Group of the runs. Runs of one group are counted together."""
 
     def add(self, other: Score) -> None:
         """Add the verdicts on other runs."""
@@ -230,7 +230,7 @@ LIVE = [
 
 
 def whole_cells(name: str, score: Score) -> list[object]:
-    """Return a line of the table of whole runs."""
+    """Return a row of the table of whole runs."""
     off = np.abs(score.errors) if score.errors else np.full(1, np.nan)
     return [
         name,
@@ -243,7 +243,7 @@ def whole_cells(name: str, score: Score) -> list[object]:
 
 
 def live_cells(name: str, score: Score) -> list[object]:
-    """Return a line of the table of live verdicts and single windows."""
+    """Return a row of the table of live verdicts and single windows."""
     steps = score.live_steps
     return [
         name,
@@ -260,7 +260,7 @@ def live_cells(name: str, score: Score) -> list[object]:
 
 
 def share(part: int, total: int) -> str:
-    """Return a share with what it is of, "" of nothing."""
+    """Return a share with its total; "" if the total is 0."""
     return f"{part:,} of {total:,}" if total else ""
 
 
@@ -271,7 +271,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def report(scores: Sequence[tuple[str, Score]], modes: Sequence[str], by_family: bool) -> str:
-    """Return the tables of runs, by the names of their families or by group, and what they come to."""
+    """Return the tables of runs, by family or by group, and their summary."""
     lines: dict[str, Score] = {}
     total, calm = Score(), Score()
     for name, score in scores:
@@ -290,7 +290,7 @@ def report(scores: Sequence[tuple[str, Score]], modes: Sequence[str], by_family:
 
 
 def summary(total: Score, calm: Score) -> Iterable[str]:
-    """Yield what the tables come to; `calm` is of the runs in which no rank is late."""
+    """Yield the summary of the tables. `calm` covers the runs in which no rank is late."""
     windows, wrong = calm.windows + calm.strides, calm.wrong_windows + calm.wrong_strides
     yield (
         f"- {windows:,} windows in which no rank is late ({calm.windows:,} by themselves, {calm.strides:,} "

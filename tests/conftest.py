@@ -34,7 +34,7 @@ def _quiet_environment(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureR
         if name != WRITE and (name.startswith(_FOREIGN) or name in _RANKS):
             monkeypatch.delenv(name)
     if "unit" not in request.path.parts:
-        monkeypatch.setenv("TRACEML_NICE", "0")  # a test waits for its monitor even while other processes are busy
+        monkeypatch.setenv("TRACEML_NICE", "0")  # tests wait for it even on busy cores
 
 
 @pytest.fixture(autouse=True)

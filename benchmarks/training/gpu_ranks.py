@@ -1,4 +1,4 @@
-"""DDP over gloo, both ranks on the one device, rank 1 slow in backward: for `gpu.py`."""
+"""DDP over gloo for `gpu.py`: both ranks use the one device, and rank 1 is slow in backward."""
 
 import os
 import time

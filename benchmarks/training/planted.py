@@ -32,24 +32,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 SHARES = {"post_sync": 0.1, "data": 0.1, "prepare": 0.05, "forward": 0.25, "backward": 0.5}
-"""Of the step that the plan asks for."""
+"""Shares of the step time that the plan requests, by stage."""
 BATCH, WIDTH = 4, 128
 _BURNT = torch.eye(64)
 
 
 def burn(seconds: float) -> None:
-    """Keep a core busy until this thread has had so much of it."""
+    """Keep a core busy until this thread has used it for `seconds` seconds."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         torch.mm(_BURNT, _BURNT)
 
 
 class Pace:
-    """How long one rank takes for each stage of each row, s."""
+    """The time that one rank takes for each stage of each row, in s."""
 
     def __init__(self, plan: dict[str, Any], rank: int, device: Any = None) -> None:
         self.base_s = plan["step_ms"] / 1e3
-        """Of a step without a fault: as asked for, until it has been measured."""
+        """Length of a step without a fault, in s: the requested one until it has been measured."""
         self.began_ns: list[int] = []
         self._plan = plan
         self._rank = rank
@@ -67,14 +67,14 @@ class Pace:
         self._noise = np.clip(noise, 0.5, 2.0)
 
     def begin(self) -> None:
-        """Note that a row begins; after the first ones, what they took is what a step takes."""
+        """Record the beginning of a row. After the first rows, the measured step time is used."""
         self.began_ns.append(time.time_ns())
         first, last = self._plan["measured"]
         if len(self.began_ns) == last:
             self.base_s = statistics.median(np.diff(self.began_ns[first:]).tolist()) / 1e9
 
     def pass_time(self, stage: str) -> None:
-        """Take as long as `stage` takes in this row."""
+        """Take the time of `stage` in this row."""
         row = len(self.began_ns) - 1
         column = list(SHARES).index(stage)
         take, be_late = self._take, self._late
@@ -91,7 +91,7 @@ class Pace:
 
 
 class _Backward(torch.autograd.Function):
-    """Does nothing; its gradient takes time."""
+    """Identity whose gradient takes time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, pace: Pace) -> Tensor:
@@ -105,7 +105,10 @@ class _Backward(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """Three layers; the first one's gradients, and so the last bucket, are late when backward is."""
+    """
+    Three layers. The gradients of the first layer, and so the last bucket, are late when backward
+    is late.
+    """
 
     def __init__(self, pace: Pace) -> None:
         super().__init__()
@@ -159,7 +162,7 @@ def train(plan: dict[str, Any], rank: int) -> Pace:
 
 
 def _traced(model: nn.Module) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Return what TraceML wants around a step; only under its own launcher."""
+    """Return what TraceML needs around a step; only under TraceML's launcher."""
     import traceml_ai  # type: ignore[import-not-found]
 
     traceml_ai.init(mode="auto")
@@ -167,7 +170,7 @@ def _traced(model: nn.Module) -> Callable[[], contextlib.AbstractContextManager[
 
 
 def main() -> None:
-    """Train, and write down when."""
+    """Train, and store the times."""
     path = Path(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""A device that is played in real time, one in each rank; `planted.py` and the chaos suite compute on it."""
+"""A device simulated in real time, one in each rank. `planted.py` and the chaos suite compute on it."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ EXCHANGE_NS = 1_000_000
 
 
 class PlayedDevice(FakeDevice):  # type: ignore[misc]
-    """The device of the tests, on the clock of this machine: hosts that wait for it do wait."""
+    """The simulated device of the tests, on the clock of this machine: hosts that wait for it really wait."""
 
     @property
     def now(self) -> int:
-        """The CPU's time, ns; that of all ranks of a machine."""
+        """Return the CPU's time in ns. It is the same for all ranks of a machine."""
         return time.perf_counter_ns()
 
     @now.setter
     def now(self, _: int) -> None:
-        """Time goes by itself."""
+        """Ignore: time advances by itself."""
 
     def wait(self, ns: int) -> None:
-        """The host does something else."""
+        """Let the host do something else for `ns` ns."""
         time.sleep(ns / 1e9)
 
     def item(self) -> None:
-        """Have the host wait for the current stream."""
+        """Make the host wait for the current stream."""
         time.sleep(max(0, self.ends[self.stream] - self.now) / 1e9)
 
 
 def measure(device: PlayedDevice) -> None:
-    """Have the agent of this process take its rows from `device`, as it takes those of a real one."""
+    """Make the agent of this process read rows from `device`, as from a real device."""
 
     def consider(use: Any) -> None:
         use._recorder.exchange.couple(STREAMED)
@@ -57,7 +57,7 @@ def measure(device: PlayedDevice) -> None:
 
 
 def exchange_on(device: PlayedDevice, model: DistributedDataParallel) -> None:
-    """Have gradients exchanged when the last rank's device has come to it; compute streams wait."""
+    """Exchange gradients when the last rank's device has reached the exchange. Compute streams wait."""
     reduce = inspect.unwrap(dist.all_reduce)
     queue = Variable._execution_engine.queue_callback
 

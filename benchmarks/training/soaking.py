@@ -23,13 +23,16 @@ import traceml_ray
 from traceml_ray.agent import bootstrap
 
 LATE_S, TURN_S = 0.3, 20.0
-"""In turn for so many seconds, a rank is late out of data by this share of a step."""
+"""LATE_S: how late a rank is, as a share of a step. TURN_S: seconds for which each rank is late in turn."""
 PARTS_A_STEP, PARTS = 20, 400
-"""Named parts in a step of a rank that floods its monitor with them; more names than it keeps."""
+"""
+Named parts per step of a rank that floods its monitor, and number of names: more than the monitor
+keeps.
+"""
 
 
 class Pace:
-    """When each step is over: `rate` times a second from `begin` (s, monotonic), on all ranks alike."""
+    """The end of each step: `rate` times a second from `begin` (s, monotonic), equal on all ranks."""
 
     def __init__(self, plan: dict[str, Any], rank: int, begin: float) -> None:
         self.steps = 0
@@ -40,17 +43,17 @@ class Pace:
 
     @property
     def over(self) -> bool:
-        """Whether time is up."""
+        """Whether the time is over."""
         return time.monotonic() >= self._end
 
     @property
     def floods(self) -> bool:
-        """Whether this rank is to flood its monitor now."""
+        """Whether this rank should flood its monitor now."""
         now = time.monotonic() - self._begin
         return self._rank == 0 and any(first <= now < last for first, last in self._plan["floods"])
 
     def collate(self, samples: list[Any]) -> Any:
-        """Put a batch together, late where it is this rank's turn."""
+        """Make a batch; late if it is this rank's turn."""
         turn = int((time.monotonic() - self._begin) / TURN_S)
         if turn % self._plan["ranks"] == self._rank:
             time.sleep(LATE_S / self._plan["rate"])
@@ -68,7 +71,7 @@ def train(pace: Pace) -> None:
     """Train until time is up."""
     agent = bootstrap.current()
     if agent is not None:
-        agent.recorder.exchange.peers = lambda: True  # else a step without DDP is one that nobody waits in
+        agent.recorder.exchange.peers = lambda: True  # without DDP no rank would have peers
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     loader = DataLoader(TensorDataset(torch.randn(2000, 8)), batch_size=2, collate_fn=pace.collate)
@@ -97,7 +100,7 @@ def flood(step: int) -> None:
 
 
 def main() -> None:
-    """Say that this rank is ready, wait for the word, train, write down how many steps it was."""
+    """Report that this rank is ready, wait for the start, train, and store the number of steps."""
     path, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     torch.set_num_threads(1)
     path.with_suffix(f".{rank}.ready").touch()
