@@ -1,1 +1,1 @@
-"""Callbacks for training frameworks: optional, but they know more. See docs/read/python.md."""
+"""Optional callbacks for training frameworks, which add what the framework knows. See docs/read/python.md."""

@@ -1,4 +1,4 @@
-"""`TraceMLCallback` for Lightning's Trainer, of `lightning` or of `pytorch_lightning`."""
+"""`TraceMLCallback` for Lightning's Trainer, from `lightning` or `pytorch_lightning`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ except ModuleNotFoundError:
 
 class TraceMLCallback(_lightning.Callback):  # type: ignore[misc]
     """
-    `Trainer(callbacks=[traceml_ray.TraceMLCallback()])`: steps as `trainer.global_step` counts them, with
-    several optimizers as the loggers do (one a batch), epochs as events, validation as span `evaluation`, and
-    the verdict in the Trainer's loggers; checkpoints are seen without it (`torch.save`). In a process that is
-    not watched it does nothing.
+    Use it as `Trainer(callbacks=[traceml_ray.TraceMLCallback()])`.
 
-    Rank 0 logs `traceml/step_ms` (mean of the window judged), `traceml/cost_pct` (of the step),
-    `traceml/late_rank` (-1: none is named) and `traceml/micro_batches` (a step), once there is a verdict.
-    What goes wrong in it is counted, not raised.
+    It reports steps as `trainer.global_step` counts them; with several optimizers, as the loggers count them
+    (one per batch). It reports epochs as events and validation as the span `evaluation`, and adds the verdict
+    to the Trainer's loggers. Checkpoints are seen without it (`torch.save`). In a process that is not watched
+    it does nothing.
+
+    Once there is a verdict, rank 0 logs `traceml/step_ms` (mean of the judged window), `traceml/cost_pct`
+    (percentage of the step), `traceml/late_rank` (-1: no rank is named) and `traceml/micro_batches` (per
+    step). Errors in the callback are counted, not raised.
     """
 
     def __init__(self) -> None:
@@ -33,27 +35,31 @@ class TraceMLCallback(_lightning.Callback):  # type: ignore[misc]
 
     @hook
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Count on from a checkpoint."""
+        """Continue the step count of a checkpoint."""
         self._marks.step(_done(trainer, 0))
         if not _has_several_optimizers(trainer) or trainer.max_steps == -1:
-            self._marks.total(trainer.estimated_stepping_batches)  # `max_steps`, or what the epochs come to
+            # `max_steps`, or the number of steps in the epochs
+            self._marks.total(trainer.estimated_stepping_batches)
 
     @hook
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note it in the run."""
+        """Record the epoch as an event of the run."""
         if trainer.is_global_zero:
             self._marks.epoch(trainer.current_epoch + 1, _done(trainer, 0))
 
     @hook
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Count a micro-batch, and the step where it ends one; log the verdict where Lightning logs."""
+        """
+        Count a micro-batch, and the step if the micro-batch completes one. Log the verdict where Lightning
+        logs.
+        """
         self._marks.micro_batch()
         if not self._marks.step(_done(trainer, 1)):
             return
         sentence = self._marks.new_verdict()
         if sentence is not None:
             _lightning.utilities.rank_zero_warn(sentence)
-        # Not by `log_dict`: that makes tensors on the device, and metrics that only rank 0 has.
+        # `log_dict` is not used: it makes tensors on the device, and metrics that only rank 0 would have.
         figures = self._marks.figures()
         if figures and trainer._logger_connector.should_update_logs:
             for logger in trainer.loggers:
@@ -66,7 +72,7 @@ class TraceMLCallback(_lightning.Callback):  # type: ignore[misc]
 
     @hook
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """End it."""
+        """End the span."""
         self._marks.end(EVALUATION)
 
     @hook
@@ -79,7 +85,7 @@ def _has_several_optimizers(trainer: Any) -> bool:
 
 
 def _done(trainer: Any, in_batch: int) -> int:
-    """Return how many steps are done; `in_batch` is what the batch that ends now adds to their number."""
+    """Return the number of steps done. `in_batch` is the number that the batch ending now adds."""
     if not _has_several_optimizers(trainer):
         return int(trainer.global_step)
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped) + in_batch

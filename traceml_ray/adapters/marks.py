@@ -1,4 +1,7 @@
-"""Shared by all callbacks: steps as the framework counts them, spans, and the verdict for its log."""
+"""
+Shared by all callbacks: steps as the framework counts them, spans, and the verdict for the
+framework's log.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from traceml_ray.signals.throughput.agent import WorkReport
 from traceml_ray.wire import messages as wire
 
 EVALUATION, CHECKPOINT = "evaluation", "checkpoint"
-"""The names that these have without a callback: a span inside one of its name counts once."""
+"""Names of these spans without a callback. A span inside another of the same name counts once."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def hook(method: Method) -> Method:
-    """Keep a callback's method out of processes that are not watched, and count what goes wrong in it."""
+    """Decorator for a callback's method: skip it in processes that are not watched, and count its errors."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,13 +56,13 @@ class Marks:
 
     def step(self, done: int) -> bool:
         """
-        Say that so many steps are done, as the framework counts them, with those before a checkpoint.
+        Set the number of steps done as the framework counts them, including steps before a checkpoint.
 
-        Returns whether there are more than before: else the micro-batch was one of several.
+        Returns whether the number has grown. If not, the micro-batch was one of several.
         """
         if done == self._done:
             return False
-        if done != self._done + 1:  # else the marks have counted it
+        if done != self._done + 1:  # otherwise the marks have counted it
             self._agent.recorder.number(done)
         self._done = done
         if self._micro:
@@ -67,22 +70,25 @@ class Marks:
         return True
 
     def total(self, steps: Any) -> None:
-        """Say how many steps the framework is going to take, where it knows: others are -1 or infinite."""
+        """
+        Set the total number of steps that the framework will take, if it is known. Unknown totals are -1 or
+        infinite.
+        """
         if isinstance(steps, int) and steps > 0:
             self._agent.collector(WorkReport).declare(total_steps=steps)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Pass on what the framework logs, as far as it is plain numbers: see `traceml_ray.log`."""
+        """Log the framework's values that are plain numbers: see `traceml_ray.log`."""
         numbers = {name: one for name, one in values.items() if type(one) in (float, int)}
         if numbers:
             self._agent.collector(MetricLog).log(numbers)
 
     def micro_batch(self) -> None:
-        """Say that one has been trained on."""
+        """Count a trained micro-batch."""
         self._micro += 1
 
     def epoch(self, number: int, step: int) -> None:
-        """Say that an epoch begins: an event of the run."""
+        """Record the begin of an epoch as an event of the run."""
         self._agent.add_event(wire.Event("note", time.time_ns(), step=step, message=f"epoch {number} begins"))
 
     def begin(self, name: str) -> None:
@@ -91,16 +97,18 @@ class Marks:
             self._open[name] = self._agent.instrumentation.spans.begin(name)
 
     def end(self, name: str) -> None:
-        """End it, where it has begun."""
+        """End a span, if it has begun."""
         begun = self._open.pop(name, None)
         if begun is not None:
             self._agent.instrumentation.spans.end(begun)
 
     def figures(self) -> dict[str, float]:
         """
-        Return what goes into the framework's log, nothing before there is a verdict: `traceml/step_ms` (mean
-        of the window judged), `traceml/cost_pct` (of the step), `traceml/late_rank` (-1: no rank is named),
-        `traceml/micro_batches` (a step). Only rank 0 has a verdict.
+        Return the entries for the framework's log. Empty before there is a verdict.
+
+        The entries are `traceml/step_ms` (mean of the judged window), `traceml/cost_pct` (percentage of the
+        step), `traceml/late_rank` (-1: no rank is named) and `traceml/micro_batches` (per step). Only rank 0
+        has a verdict.
         """
         verdict = self._agent.verdict
         if not verdict:
@@ -115,8 +123,8 @@ class Marks:
 
     def new_verdict(self) -> str | None:
         """
-        Return the verdict as a sentence, after what is more severe (memory that runs out), where one of both
-        is another than the last time.
+        Return the verdict as a sentence, preceded by anything more severe (memory that runs out). None if
+        neither has changed since the last call.
         """
         verdict = self._agent.verdict
         label, first = verdict.get("label"), verdict.get("first")

@@ -1,1 +1,1 @@
-"""A session as files for other programs."""
+"""Exports of a session as files for other programs."""

@@ -1,4 +1,4 @@
-"""Writes a session as parquet, as CSV, or as one trace: each file appears when it is whole."""
+"""Writes a session as parquet, as CSV, or as one trace. A file appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRACE_SUFFIX = ".perfetto.json.gz"
 
 
 class ExportError(RuntimeError):
-    """The session cannot be exported in this way; the message says why and what to do."""
+    """The session cannot be exported like this. The message says why and what to do."""
 
 
 def export(
@@ -33,20 +33,21 @@ def export(
     run: str | None = None,
 ) -> list[Path]:
     """
-    Write the session in `folder` as it is now; return the files.
+    Write the current state of the session in `folder`. Returns the files.
 
     Args:
-        folder: of the session.
+        folder: folder of the session.
         kind: parquet, csv or perfetto.
-        out: folder of the tables, made where there is none, or the trace; files of that name are replaced.
-        chosen: which ranks and steps; of tables other than `steps` there is all.
-        run: of the trace, its id or name; None: the newest.
+        out: folder of the tables, made if it does not exist, or path of the trace. Existing files are
+            replaced.
+        chosen: ranks and steps of the table `steps`. Other tables are exported completely.
+        run: id or name of the run of the trace. None: the newest.
 
     Raises:
-        ExportError: what is needed for it is not installed, there is no step, or `out` cannot be that.
+        ExportError: a required package is not installed, there is no step, or `out` cannot be used.
         SessionFileError: the session file cannot be read.
         QueryError: there is no such run.
-        OSError: it cannot be written.
+        OSError: the files cannot be written.
     """
     path = folder / DATABASE
     _check_target(out, kind, path)
@@ -69,7 +70,7 @@ def export(
 
 
 def _check_target(out: Path, kind: str, session: Path) -> None:
-    """Refuse what cannot be written, or must not be. Raises ExportError."""
+    """Refuse a target that cannot be written, or must not be. Raises ExportError."""
     wrong = ""
     if out == Path("-"):
         wrong = "files are written, not stdout"
@@ -105,7 +106,7 @@ def _csv() -> Callable[[Path, ExportedTable, Iterator[Batch]], None]:
 
 
 def _parquet() -> Callable[[Path, ExportedTable, Iterator[Batch]], None]:
-    """Return what writes a table. Raises ExportError where pyarrow is not installed."""
+    """Return the function that writes a table. Raises ExportError if pyarrow is not installed."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -140,7 +141,7 @@ def _column(pyarrow: Any, values: Any, field: Any) -> Any:
 
 @contextmanager
 def _table_in_errors(name: str) -> Iterator[None]:
-    """Add the table's name to the error about a value that does not fit its column."""
+    """Add the table's name to errors about a value that does not fit its column."""
     try:
         yield
     except _KindError as error:

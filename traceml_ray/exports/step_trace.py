@@ -1,9 +1,10 @@
 """
-The steps of a run as a trace for Perfetto: a process for each rank, a track for each of its stages.
+The steps of a run as a trace for Perfetto: a process per rank, a track per stage.
 
-Rows are durations on the clock of each rank. They are put on one axis by what all ranks have in common: they
-leave the exchange of a step together, so how far two ranks' clocks are apart is known at every step, and no
-clocks of nodes are compared. Where ranks have no step in common, each is placed by when its last rows came.
+Rows are durations on the clock of each rank. They are placed on one axis by what all ranks have in common:
+they leave the exchange of a step together. So the offset between two ranks' clocks is known at every step,
+and clocks of nodes are not compared. If ranks have no step in common, each rank is placed by the arrival time
+of its last rows.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from traceml_ray.store.session_file import SessionFile
 from traceml_ray.traces.trace import Event, write_events
 
 _CHUNKS = 4096
-"""Batches that are read at a time."""
+"""Number of batches that are read at a time."""
 _MOST_EDGES = 1 << 18
-"""Ends of steps that are kept to compare ranks by, of all ranks together."""
+"""Largest number of ends of steps that are kept to compare ranks, over all ranks together."""
 _SMOOTHED = 21
-"""So many ends in a row have their median taken: a rank may leave an exchange late now and then."""
+"""Length of the running median over ends of steps. A rank may leave an exchange late from time to time."""
 
 
 @dataclass
 class _Line:
-    """The rows of a rank, one after the other from 0 on."""
+    """The rows of a rank, one after the other, starting at 0."""
 
     rank: int
     node: str
@@ -46,12 +47,12 @@ class _Line:
     offsets: Int64 = field(default_factory=lambda: np.zeros(1, np.int64))
     """Offsets at `steps`, in ns, that move its times onto the axis of all ranks."""
     alone: bool = False
-    """There is no step to compare it by."""
+    """Whether there is no step to compare this rank by."""
 
 
 def write_step_trace(session: SessionFile, path: Path, chosen: Chosen) -> bool:
     """
-    Write the steps of the run that `session` reads; return whether there are any. Raises `SessionFileError`,
+    Write the steps of the run that `session` reads. Returns whether there are any. Raises `SessionFileError`,
     OSError.
     """
     lines = _Lines(session, chosen)
@@ -72,7 +73,7 @@ def write_step_trace(session: SessionFile, path: Path, chosen: Chosen) -> bool:
 
 
 def _slices(session: SessionFile) -> Iterator[tuple[list[RankRows], float]]:
-    """Yield the rows of the run a slice at a time, and which share of them that was."""
+    """Yield the rows of the run slice by slice, with the share of all rows that was read."""
     cursor, top = 0, max(1, session.last_chunk())
     while True:
         chunk, after = session.rows(since=cursor, most=_CHUNKS)
@@ -91,7 +92,7 @@ class _Lines:
         self._every, self._edges, self.start_ns = 1, 0, 0
 
     def add(self, chunk: list[RankRows]) -> None:
-        """Take the next rows of some ranks, and note when steps were over."""
+        """Add the next rows of some ranks, and record when steps were over."""
         for rank_rows in chunk:
             if rank_rows.rank not in self.chosen.ranks:
                 continue
@@ -134,7 +135,7 @@ class _Lines:
         line.offsets = np.array([came[0] - came[1] + reference.length_ns - line.length_ns])
 
     def notes(self) -> list[str]:
-        """Return sentences about the axis."""
+        """Return sentences about the time axis."""
         notes = ["Ranks are placed so that they leave each exchange together; clocks are not compared."]
         alone = [line.rank for line in self.by_rank.values() if line.alone]
         if alone:
@@ -166,7 +167,10 @@ def _events(lines: _Lines, session: SessionFile) -> Iterator[Event]:
 def _slices_of(
     lines: _Lines, rank_rows: RankRows, length: dict[int, int], before: dict[int, int]
 ) -> Iterator[Event]:
-    """Yield the stages of some rows; `length` and `before` are where the rank's rows, and slices, ended."""
+    """
+    Yield the stages of some rows. `length` and `before`: where the rank's earlier rows, and
+    slices, ended.
+    """
     line, rows = lines.by_rank[rank_rows.rank], rank_rows.rows[:, :N_STAGES]
     steps = rank_rows.keys >> SEGMENT_BITS
     starts = length[rank_rows.rank] + np.cumsum(rows.sum(axis=1)) - rows.sum(axis=1)
@@ -191,12 +195,12 @@ def _slice(rank: int, stage: int, name: str, begin_ns: int, end_ns: int, step: i
 
 
 def _track(rank: int, stage: int) -> int:
-    """Return the number of a track; threads of all processes have different ones."""
+    """Return the number of a track. Numbers are unique over all processes."""
     return (rank + 1) * 10 + stage
 
 
 def _names(line: _Line) -> Iterator[Event]:
-    """Yield what a rank and its tracks are called, and their order."""
+    """Yield the names of a rank and its tracks, and their order."""
 
     def named(key: str, tid: int, **args: Any) -> Event:
         return {"ph": "M", "name": key, "pid": line.rank + 1, "tid": tid, "ts": 0, "args": args}

@@ -1,10 +1,9 @@
 """
-The tables of a session as columns of plain values, a batch at a time: what is written as parquet and CSV.
+The tables of a session as columns of plain values, batch by batch, for parquet and CSV.
 
-They are those of `store.schema`, with five differences: `steps` has the rows of all ranks one by one,
-`layers` each layer of each window, `batch_sizes` each step, `ranks` is the table of rank processes, and
-`findings` is what was found in the run.
-Text that is JSON in the file stays JSON. What is not known is None.
+They are the tables of `store.schema`, with five differences: `steps` has the rows of all ranks one by one,
+`layers` has each layer of each window, `batch_sizes` has each step, `ranks` is the table of rank processes,
+and `findings` has the findings of the run. JSON text of the file stays JSON. Unknown values are None.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire import messages as wire
 
 AT_ONCE = 1 << 16
-"""Rows of a batch, about."""
+"""Approximate number of rows in a batch."""
 _FETCHED = 10_000
 ColumnKind = Literal["integer", "real", "text"]
 Batch = dict[str, Any]
@@ -50,11 +49,11 @@ class Chosen(NamedTuple):
     first: int = 0
     last: int = 1 << 62
     limits: Thresholds = Thresholds()
-    """By which findings are judged, where the session has no summary yet."""
+    """Thresholds for findings, if the session has no summary yet."""
 
 
 class ExportedTable(NamedTuple):
-    """A table: the kind of each column, and what reads it."""
+    """A table: the kind of each column, and the function that reads it."""
 
     columns: Mapping[str, ColumnKind]
     batches: Callable[[SessionFile, Chosen], Iterator[Batch]]
@@ -98,7 +97,7 @@ def _steps(session: SessionFile, chosen: Chosen) -> Iterator[Batch]:
 
 
 def _chunk(chunk: Sequence[bytes], chosen: Chosen) -> dict[str, Any]:
-    """Return the columns of one chunk; of `host_…` and leads None where the rank has no device clock."""
+    """Return the columns of one chunk. `host_…` and leads are None where the rank has no device clock."""
     keys, flags, rows, host, leads = chunk
     key = np.frombuffer(keys, "<i8")
     step = key >> SEGMENT_BITS
@@ -139,7 +138,7 @@ def _joined(parts: Sequence[tuple[Mapping[str, Any], list[str]]]) -> Batch:
 
 
 def _stored(table: str, columns: Mapping[str, ColumnKind]) -> ExportedTable:
-    """Return a table as the session file has it."""
+    """Return a table with the columns of the session file."""
 
     def batches(session: SessionFile, _: Chosen) -> Iterator[Batch]:
         rows = session.table(table, [*columns])
@@ -153,7 +152,7 @@ def _stored(table: str, columns: Mapping[str, ColumnKind]) -> ExportedTable:
 
 
 def _sizes(session: SessionFile, _: Chosen) -> Iterator[Batch]:
-    """Yield how large the batches of each step of each process were."""
+    """Yield the batch sizes of each step of each process."""
     rows = session.table("step_sizes", ["process", *StepSizes.__struct_fields__])
     while some := list(itertools.islice(rows, _FETCHED)):
         pieces = [(process, StepSizes(*values)) for process, *values in some]
@@ -172,7 +171,7 @@ def _sizes(session: SessionFile, _: Chosen) -> Iterator[Batch]:
 
 
 def _layers(session: SessionFile, _: Chosen) -> Iterator[Batch]:
-    """Yield each layer of each window that is kept of a process; of a window without layers one row."""
+    """Yield each layer of each window that is kept of a process. A window without layers gives one row."""
     rows: list[tuple[Any, ...]] = []
     windows = sorted(session.records_of(LAYERS).items())
     for process, window in ((process, window) for process, kept in windows for window in kept):
@@ -188,7 +187,7 @@ def _layers(session: SessionFile, _: Chosen) -> Iterator[Batch]:
 
 
 def _findings(session: SessionFile, chosen: Chosen) -> Iterator[Batch]:
-    """Yield what was found in the run that is asked for, in order."""
+    """Yield the findings of the requested run, in order."""
     run = session.run_id()
     findings = Answers(session.path.parent, chosen.limits).answer(query.Findings(run)) if run else []
     rows = [msgspec.structs.asdict(one) for one in findings]
@@ -200,7 +199,7 @@ def _findings(session: SessionFile, chosen: Chosen) -> Iterator[Batch]:
 
 
 def _as_text(value: Any, kind: ColumnKind) -> Any:
-    """Return a value that is not plain as JSON."""
+    """Return a value that is not plain as JSON text."""
     return (
         msgspec.json.encode(value).decode()
         if kind == "text" and not isinstance(value, (str, NoneType))
@@ -217,12 +216,12 @@ def _plain(value: Any) -> Any:
 
 
 def _kinds(struct: type[msgspec.Struct]) -> dict[str, ColumnKind]:
-    """Return the kinds of the columns that a message is stored in."""
+    """Return the kinds of the columns in which a message is stored."""
     return {field.name: _kind(field.type) for field in msgspec.structs.fields(struct)}
 
 
 def _kind(annotation: Any) -> ColumnKind:
-    """Return what a value of a type is in the file: what has parts is JSON."""
+    """Return how a value of a type is stored in the file. Values with parts are JSON."""
     while typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) is Literal:
@@ -257,11 +256,11 @@ _UNFOLDED: dict[str, ExportedTable] = {
     "layers": ExportedTable(_LAYERS, _layers),
     "batch_sizes": ExportedTable(_SIZES, _sizes),
 }
-"""Records of which each is several rows."""
+"""Kinds whose records become several rows each."""
 
 
 def _of_kind(kind: Kind[Any]) -> ExportedTable:
-    """Return the table of a kind of records: a column for each field."""
+    """Return the table of a kind of records, with a column for each field."""
     owner = _PROCESS if kind.scope == "process" else _NODE
     return _UNFOLDED.get(kind.exported) or _stored(kind.table, owner | _kinds(kind.record))
 
@@ -279,4 +278,4 @@ TABLES: dict[str, ExportedTable] = {
     "verdicts": _stored("verdict", {"t_ns": "integer", "body": "text", "run": "text"}),
     "meta": _stored("meta", {"key": "text", "value": "text"}),
 }
-"""By name; each is a file."""
+"""Tables by name. Each becomes a file."""

@@ -1,1 +1,1 @@
-"""Foreign formats, each understood here and nowhere else."""
+"""Readers of foreign formats. No other code knows these formats."""

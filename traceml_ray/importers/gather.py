@@ -1,4 +1,4 @@
-"""Finds what can be read under the paths that a person gives, and reads it, file by file."""
+"""Finds readable files under the paths that a user gives, and reads them one by one."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _BESIDE = {
     *("manifest.json", "environment.json", "metadata.json", "rollups.json"),
     *("diagnostic_summary.json", "report.json", "summary.json"),
 }
-"""Files that stand beside samples."""
+"""Files that accompany files with samples."""
 
 
 @dataclass
 class FileRead:
-    """A file, or a folder that belongs together, and what it gave."""
+    """A file, or a folder whose files belong together, and its contents."""
 
     path: Path
     contents: FileContents
@@ -37,20 +37,20 @@ class FileRead:
 
 @dataclass
 class Gathered:
-    """What was found under some paths."""
+    """The files under some paths, with their contents."""
 
     files: list[FileRead] = field(default_factory=list)
     refused: dict[Path, str] = field(default_factory=dict)
-    """Files that are not used, and why."""
+    """File that is not used → the reason."""
     passed_over: list[Path] = field(default_factory=list)
-    """Files in folders in which there is nothing about memory."""
+    """Files in folders that contain no memory samples."""
 
 
 Read = Callable[[Path], FileContents]
 
 
 def gather(paths: Iterable[Path]) -> Gathered:
-    """Read every file that is meant by `paths`, once; one that cannot be read stops none of the others."""
+    """Read every file that `paths` refer to, once. A file that cannot be read does not stop the others."""
     gathered, seen = Gathered(), set[Path]()
     for given in paths:
         try:
@@ -63,13 +63,13 @@ def gather(paths: Iterable[Path]) -> Gathered:
             OSError,
             ValueError,
             RuntimeError,
-        ) as error:  # no name that a file can have, a circle of links
+        ) as error:  # not a valid file name, or a cycle of links
             gathered.refused[given] = _reason(error)
     return gathered
 
 
 def _files(given: Path, gathered: Gathered) -> Iterator[Path]:
-    """Yield the files that a path stands for."""
+    """Yield the files that a path refers to."""
     if not given.is_dir():
         yield given
         return
@@ -85,7 +85,10 @@ def _reason(error: Exception) -> str:
 
 
 def _reader(path: Path) -> Read:
-    """Return how a file is read. Another kind of file is added here; a folder read as one, in `_walk`."""
+    """
+    Return the reader of a file. Add further kinds of files here; a folder that is read as one is added in
+    `_walk`.
+    """
     if path.suffix.lower() == ".sqlite":
         return view.read
     if path.suffix.lower() in stormlog.SUFFIXES:
@@ -101,8 +104,8 @@ def _unknown(path: Path) -> FileContents:
 
 def _walk(folder: Path, gathered: Gathered) -> Iterator[Path]:
     """
-    Yield what can be read in a folder and those below it, in order of name. Of a session only its file is:
-    all else is made from that.
+    Yield the readable files in a folder and its subfolders, in order of name. Of a session only the session
+    file is read, because everything else is made from it.
     """
 
     def refuse(error: OSError) -> None:
@@ -119,7 +122,10 @@ def _walk(folder: Path, gathered: Gathered) -> Iterator[Path]:
 
 
 def _read(gathered: Gathered, path: Path, given: Path) -> None:
-    """Read a file; one without samples of memory is refused where it was `given`, not where a folder was."""
+    """
+    Read a file. A file without memory samples is refused if it was `given` itself, not if its
+    folder was.
+    """
     try:
         contents = _reader(path)(path)
     except NoSamplesError as error:
@@ -130,7 +136,7 @@ def _read(gathered: Gathered, path: Path, given: Path) -> None:
     except SessionFileError as error:
         if path == given or path.name == DATABASE:
             gathered.refused[path] = str(error).removeprefix(f"{path}: ")
-        else:  # another program's database
+        else:  # a database of another program
             gathered.passed_over.append(path)
     except RefusedFileError as error:
         gathered.refused[path] = str(error)
@@ -145,7 +151,7 @@ def _read(gathered: Gathered, path: Path, given: Path) -> None:
 
 
 def _rank_in(path: Path, given: Path) -> int | None:
-    """Return the rank in the name of a file, else of the folders it is in, the nearest first."""
+    """Return the rank in the name of a file, or else in the names of its folders, the nearest first."""
     top = given.parent if path != given else given.parent.parent
     names = [
         path.stem,

@@ -1,15 +1,16 @@
 """
-What Stormlog records of memory, as `Recording`s: its events, schema 2 to 4 and those without a version, as
-JSON, JSONL and CSV, and `telemetry_timeline.json`, with what `stormlog diagnose` writes beside it.
+Reads memory recordings of Stormlog as `Recording`s.
 
-Two things are not taken over as they are written. On CUDA, ROCm and MPS `device_used_bytes` is the larger of
-the allocator's own two numbers, not what the driver says: where it never differs from them it is left out,
-since what lies outside of the allocator is then not known. On a CPU, allocated, reserved and used are all the
-process's resident memory.
+Supported are its events (schema 2 to 4, and events without a version) as JSON, JSONL and CSV, and
+`telemetry_timeline.json` with the files that `stormlog diagnose` writes with it.
 
-Marks of collectives are events, or phases, whose type, context or metadata names one. They have no values of
-their own: what they repeat of a sample is not a sample. A timeline has times and bytes alone: whose they are
-stands in `manifest.json`, whether they are of a device in `environment.json`.
+Two values are not used as written. On CUDA, ROCm and MPS `device_used_bytes` is the larger of the allocator's
+own two numbers, not the driver's. If it never differs from them it is omitted, because memory outside the
+allocator is then not known. On a CPU, allocated, reserved and used are all the process's resident memory.
+
+Marks of collectives are events, or phases, whose type, context or metadata names a collective. They have no
+values of their own: the values of a sample that they repeat are not another sample. A timeline only has times
+and bytes. `manifest.json` names its process, and `environment.json` says whether the bytes are of a device.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ from traceml_ray.wire.codec import Count, ready
 _OPERATION = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|barrier")
 _ANY = re.compile(r"[nr]ccl|collective|communication")
 UNNAMED = "collective"
-"""Operation of a mark that says only that it was a collective."""
+"""Operation of a mark that only says that it was a collective."""
 _NAMES = {
     name.replace("_", ""): name
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
 }
 _ENTER, _EXIT = "phase_enter", "phase_exit"
 _UNKNOWN_RANK = 0
-"""Until ranks are known, see `merge`."""
+"""Placeholder until ranks are known, see `merge`."""
 
 
 class MarkedEvent(Protocol):
-    """What of an event says whether it marks a collective."""
+    """The parts of an event that show whether it marks a collective."""
 
     timestamp_ns: int
     event_type: str
@@ -60,7 +61,7 @@ class MarkedEvent(Protocol):
 
 
 def operation(event: MarkedEvent) -> str | None:
-    """Return the collective that an event marks; None: it marks none. Of a sample only the context counts."""
+    """Return the collective that an event marks. None: it marks none. In a sample only the context counts."""
     texts = [event.context or ""]
     if event.event_type != "sample":
         texts += [event.event_type, bytes(event.metadata).decode(errors="replace")]
@@ -72,7 +73,10 @@ def operation(event: MarkedEvent) -> str | None:
 
 
 def collectives(marks: Iterable[tuple[MarkedEvent, str]]) -> list[Collective]:
-    """Return marks (event, operation) in order of time as collectives; a phase is one from begin to end."""
+    """
+    Return marks (event, operation), given in order of time, as collectives. A phase is one collective from
+    begin to end.
+    """
     times: list[tuple[str, int, int]] = []
     entered: dict[str, int] = {}
     for event, name in marks:
@@ -91,16 +95,16 @@ Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 _Device = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 _REPEAT = {"start", "stop", "phase_enter", "phase_exit", "collector_degraded", "collector_recovered", "error"}
-"""Kinds of events that repeat the values of a sample before, or have none."""
+"""Kinds of events that repeat the values of an earlier sample, or have no values."""
 _NO_METADATA = msgspec.Raw()
 EARLIEST_WALL_NS = 10**17
-"""In 1973. A smaller time is not one of the wall clock."""
+"""A time in 1973. Smaller times are not of the wall clock."""
 _NO_JOB = {"", "none"}
-"""Job ids that say nothing: torchrun's without a rendezvous id is "none"."""
+"""Job ids without meaning: torchrun's id without a rendezvous id is "none"."""
 
 
 class StormlogEvent(msgspec.Struct, gc=False):
-    """An event of schema 2, 3 or 4: what is read of it."""
+    """The fields that are read of an event of schema 2, 3 or 4."""
 
     timestamp_ns: Count
     event_type: str
@@ -121,11 +125,11 @@ class StormlogEvent(msgspec.Struct, gc=False):
     world_size: Size = 1
     context: str | None = None
     metadata: msgspec.Raw = _NO_METADATA
-    """As it is in the file; of a CSV not read."""
+    """Raw value in the file. Not read from a CSV."""
 
 
 class Legacy(msgspec.Struct, gc=False):
-    """An event without a version, as older exports and dumps after an OOM have them."""
+    """An event without a version, as in older exports and dumps after an OOM."""
 
     memory_allocated: Count | None
     timestamp: Annotated[float, msgspec.Meta(ge=0, lt=9e9)]
@@ -149,7 +153,7 @@ class Legacy(msgspec.Struct, gc=False):
     metadata: msgspec.Raw = _NO_METADATA
 
     def event(self) -> StormlogEvent:
-        """Return it as an event of the newest schema."""
+        """Return the event converted to the newest schema."""
         total = self.total_memory if self.device_total is None else self.device_total
         on_cpu = self.backend == "cpu"
         return StormlogEvent(
@@ -176,8 +180,8 @@ class Legacy(msgspec.Struct, gc=False):
 
 def recordings(events: Iterable[StormlogEvent]) -> list[Recording]:
     """
-    Return the events of one file by process, rank and device. Raises `RefusedFileError` for a rank beyond the
-    world size.
+    Return the events of one file, grouped by process, rank and device. Raises `RefusedFileError` if a rank
+    exceeds the world size.
     """
     events_of_key: dict[tuple[object, ...], list[StormlogEvent]] = {}
     for event in events:
@@ -187,19 +191,19 @@ def recordings(events: Iterable[StormlogEvent]) -> list[Recording]:
 
 
 def node(host: str | None) -> str:
-    """Return the node's name; "" where it is not known."""
+    """Return the node's name. "" if it is not known."""
     return "" if host in (None, "unknown") else str(host)
 
 
 def job(given: str | None) -> str | None:
-    """Return the job's id where it says anything."""
+    """Return the job's id. None if it has no meaning."""
     return None if given is None or given.lower() in _NO_JOB else given
 
 
 def measured(columns: dict[str, Floats]) -> dict[str, Floats]:
     """
-    Return the columns of a device in which anything is known, without a `device_used_bytes` that only repeats
-    the allocator's numbers.
+    Return the columns of a device with known values. A `device_used_bytes` that only repeats the allocator's
+    numbers is omitted.
     """
     used = columns.get("device_used_bytes")
     if used is not None:
@@ -223,7 +227,7 @@ def _recording(of_process: list[StormlogEvent]) -> Recording:
         device=None if on_cpu else first.device_id,
         t_ns=np.array([event.timestamp_ns for event in of_process], np.int64),
         columns=_host(of_process) if on_cpu else _device(of_process),
-        # One process of a world of one is also what Stormlog writes where it knows of no ranks.
+        # Stormlog also writes one process in a world of one if it does not know the ranks.
         rank=first.rank if named else None,
         world_size=first.world_size if named else None,
         run=job(first.job_id),
@@ -233,15 +237,15 @@ def _recording(of_process: list[StormlogEvent]) -> Recording:
 
 
 def _marks(events: list[StormlogEvent]) -> list[tuple[StormlogEvent, str]]:
-    """Return the events that mark a collective, in order of time, and which one."""
+    """Return the events that mark a collective with the collective's name, in order of time."""
     marked = [(event, name) for event in events if (name := operation(event)) is not None]
     return sorted(marked, key=lambda mark: mark[0].timestamp_ns)
 
 
 def _samples(of_process: list[StormlogEvent]) -> list[StormlogEvent]:
     """
-    Return what was measured, in order of time: not what is repeated, no marks of collectives, and of several
-    events about one sample (its peak, its change) the last.
+    Return the measured samples in order of time. Repeated values and marks of collectives are left out. Of
+    several events about one sample (its peak, its change) the last one is used.
     """
     kept = [
         event for event in of_process if event.event_type not in _REPEAT and not _only_marks(event)
@@ -283,7 +287,7 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=9e9)]
 
 
 class _Identity(msgspec.Struct, frozen=True):
-    """Who was sampled; a world of one is also written where no ranks are known."""
+    """Identity of the sampled process. A world of one is also written if no ranks are known."""
 
     session_id: str | None = None
     host: str | None = None
@@ -297,7 +301,7 @@ _NOBODY = _Identity()
 
 
 class _Timeline(msgspec.Struct):
-    """Seconds and bytes, value by value."""
+    """A timeline: seconds and bytes, value by value."""
 
     timestamps: list[_Seconds]
     allocated: list[_Bytes]
@@ -310,7 +314,7 @@ class _Timeline(msgspec.Struct):
     distributed_identity: _Identity = _NOBODY
 
     def identity(self) -> tuple[int | None, int | None]:
-        """Return rank and world size as the file has them."""
+        """Return rank and world size as in the file."""
         sources_of_identity = self, self.metadata, self.distributed_identity
         rank = next((source.rank for source in sources_of_identity if source.rank is not None), None)
         return rank, next(
@@ -337,7 +341,7 @@ def read_timeline(data: bytes, path: Path) -> FileContents:
     Raises:
         NoSamplesError: it is empty.
         RefusedFileError: its lists do not fit together.
-        msgspec.MsgspecError: it is no timeline.
+        msgspec.MsgspecError: it is not a timeline.
     """
     timeline = msgspec.json.decode(data, type=ready(_Timeline))
     lists = {name: values for name, values in msgspec.structs.asdict(timeline).items() if _is_list(values)}
@@ -387,7 +391,10 @@ def _same(one: Floats, other: Floats) -> bool:
 
 
 def _beside(path: Path, name: str, kind: type[_T]) -> _T:
-    """Return what is known from a file beside the timeline; what is not there or makes no sense is not."""
+    """
+    Return the contents of a file in the timeline's folder. Missing or invalid values are treated as not
+    known.
+    """
     try:
         return msgspec.json.decode(read_file(path.with_name(name), _MOST_BESIDE), type=ready(kind))
     except (OSError, msgspec.MsgspecError, RecursionError):
@@ -404,7 +411,7 @@ _COUNTERS = (
     "device_used_bytes",
     "memory_allocated",
 )
-"""Columns of a CSV that have to be there, of one schema or the other; an empty cell of them is not known."""
+"""Columns that a CSV must have, in one schema or the other. An empty cell means not known."""
 _READ = {"schema_version", "timestamp", *StormlogEvent.__struct_fields__, *Legacy.__struct_fields__} - {
     "metadata"
 }
@@ -413,7 +420,7 @@ _NOT_THERE = msgspec.Raw()
 
 
 class _Kind(msgspec.Struct, gc=False):
-    """What tells which schema a record has."""
+    """The fields that show which schema a record has."""
 
     schema_version: Any = None
     timestamp: Any = None
@@ -421,7 +428,7 @@ class _Kind(msgspec.Struct, gc=False):
 
 
 class _Document(msgspec.Struct):
-    """A JSON file that is an object: one of these holds the samples."""
+    """A JSON file that is an object. One of these fields holds the samples."""
 
     events: msgspec.Raw = _NOT_THERE
     telemetry_events: msgspec.Raw = _NOT_THERE
@@ -437,12 +444,12 @@ Decode = Callable[[type], list[Any]]
 
 def read_stormlog(path: Path) -> FileContents:
     """
-    Return what a JSON, JSONL or CSV file holds.
+    Return the contents of a JSON, JSONL or CSV file.
 
     Raises:
-        NoSamplesError: it is whole, but holds no samples of memory.
-        RefusedFileError: anything else that is wrong with it.
-        OSError: it cannot be read.
+        NoSamplesError: the file is complete, but has no memory samples.
+        RefusedFileError: the file is invalid in any other way.
+        OSError: the file cannot be read.
     """
     data = read_file(path, MAX_FILE_BYTES)
     kind = path.suffix.lower()
@@ -461,7 +468,10 @@ def _reason(error: Exception) -> str:
 
 
 def _contents(decode: Decode, notes: Sequence[str] = ()) -> FileContents:
-    """Return the records that `decode` returns. Raises `RefusedFileError` for a schema that is not known."""
+    """
+    Return the contents of the records that `decode` returns. Raises `RefusedFileError` for an
+    unknown schema.
+    """
     records: list[_Kind] = decode(_Kind)
     if not any(record.timestamp_ns is not None or record.timestamp is not None for record in records):
         raise NoSamplesError(_NOTHING)
@@ -498,7 +508,7 @@ def _list(data: bytes) -> FileContents:
 
     try:
         decode(_Kind)
-    except msgspec.ValidationError:  # no list of objects
+    except msgspec.ValidationError:  # not a list of objects
         msgspec.json.decode(data, type=ready(msgspec.Raw))
         raise NoSamplesError(_NOTHING) from None
     return _contents(decode)
@@ -507,7 +517,7 @@ def _list(data: bytes) -> FileContents:
 def _jsonl(data: bytes) -> FileContents:
     lines = [line for line in data.splitlines(keepends=True) if line.strip()]
     notes = []
-    if lines and not lines[-1].endswith((b"\n", b"\r")):  # it was being written
+    if lines and not lines[-1].endswith((b"\n", b"\r")):  # the file was still being written
         try:
             msgspec.json.decode(lines[-1])
         except msgspec.DecodeError:
@@ -523,7 +533,8 @@ def _csv(data: bytes) -> FileContents:
     if not ({"timestamp_ns", "timestamp"} & {*header} and {*_COUNTERS} & {*header}):
         raise NoSamplesError(_NOTHING)
     notes = []
-    if rows and not text.endswith(("\n", "\r")) and len(rows[-1]) < len(header):  # it was being written
+    # the file was still being written
+    if rows and not text.endswith(("\n", "\r")) and len(rows[-1]) < len(header):
         rows.pop()
         notes.append(_CUT)
     unknown = {name: None for name in _COUNTERS if name in header}
@@ -535,7 +546,7 @@ def _csv(data: bytes) -> FileContents:
 
 
 def _each(records: Sequence[Any], decode: Callable[[Any], Any]) -> list[Any]:
-    """Return records decoded one by one. Raises `RefusedFileError`, which says which one cannot be."""
+    """Return records decoded one by one. Raises `RefusedFileError` that says which record is invalid."""
     decoded = []
     for number, record in enumerate(records, 1):
         try:
@@ -546,7 +557,7 @@ def _each(records: Sequence[Any], decode: Callable[[Any], Any]) -> list[Any]:
 
 
 def _cells(row: Sequence[str], columns: Iterable[tuple[int, str, bool]]) -> dict[str, object]:
-    """Return the cells of a row that hold something; `columns` are (place, name, whether it is text)."""
+    """Return the non-empty cells of a row. `columns` are (index, name, whether it is text)."""
     width = len(row)
     return {
         name: row[column_index] if is_text else _number(row[column_index])
@@ -556,7 +567,10 @@ def _cells(row: Sequence[str], columns: Iterable[tuple[int, str, bool]]) -> dict
 
 
 def _number(text: str) -> object:
-    """Return a number, also a whole one that a program wrote as "12.0"; other text as it is."""
+    """
+    Return text as a number, including an integer that a program wrote as "12.0". Other text is
+    unchanged.
+    """
     try:
         return int(text)
     except ValueError:

@@ -1,9 +1,10 @@
 """
-Messages of version 1, the format of TraceML on one node, as batches of this one's.
+Converts messages of version 1, the format of TraceML on one node, to batches of the current version.
 
-One is a msgpack map `{"rank", "sampler", "tables": {name: [row, …]}}`, `_v` 1 or absent; a list of such
-maps is taken one by one. It says nothing of when gradients are exchanged, so its rows are flagged in a
-way that nobody is blamed by them. What each table becomes: docs/v1.md. Nothing here raises but `WireError`.
+A message is a msgpack map `{"rank", "sampler", "tables": {name: [row, …]}}`, with `_v` 1 or absent. A list of
+such maps is processed one by one. The format does not say when gradients are exchanged, so the flags of its
+rows prevent that a rank is blamed by them. docs/v1.md says what each table becomes. Nothing here raises
+anything but `WireError`.
 """
 
 from __future__ import annotations
@@ -42,12 +43,15 @@ from traceml_ray.wire.codec import WireError, ready
 SOURCE = "v1"
 HOSTNAME = "localhost"
 MAX_SENDERS = 1024
-"""Ranks of processes that are told apart at a time."""
+"""Largest number of senders (rank of a process) at a time."""
 MAX_NAMES = 32
-"""Names of a sender's tables and fields that are counted each by itself; the rest is `v1: other`."""
+"""
+Largest number of names of a sender's tables and fields that are counted separately. The rest counts as `v1:
+other`.
+"""
 MAX_NAME = 48
 MAX_SAMPLES = 64
-"""Looks at a process that are taken of one message: the newest."""
+"""Largest number of process samples used from one message: the newest."""
 MAX_STEP = (1 << (63 - SEGMENT_BITS)) - 1
 
 _MAX_MS = 86_400_000.0
@@ -60,7 +64,7 @@ _STAGES = {
     f"{_EVENT}optimizer_step": POST_SYNC,
 }
 _WHOLE = f"{_EVENT}step_time"
-"""All of a step but the wait for data, which comes before it."""
+"""The whole step except the wait for data, which comes before it."""
 _MISSING = (
     (DATA, FLAG_NO_DATA),
     (FORWARD, FLAG_NO_FORWARD),
@@ -71,7 +75,7 @@ _KNOWN_OF_STEP = frozenset({"seq", "timestamp", "step", "events"})
 
 
 class _Time(msgspec.Struct):
-    """Of one event on one device in one step; the CPU's own time is there in newer messages only."""
+    """Times of one event on one device in one step. Only newer messages have the CPU's own time."""
 
     duration_ms: float
     cpu_ms: float | None = None
@@ -90,7 +94,10 @@ _Step = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
 
 
 def is_v1(data: bytes) -> bool:
-    """Tell a message of version 1, a map or a list of maps, from one of version 2: a list, a tag first."""
+    """
+    Return whether this is a message of version 1 (a map, or a list of maps) and not of version 2 (a list that
+    starts with a tag).
+    """
     position = {0xDC: 3, 0xDD: 5}.get(data[0], 1 if 0x90 <= data[0] <= 0x9F else 0) if data else 0
     return _is_map(data[position : position + 1])
 
@@ -101,17 +108,17 @@ def _is_map(data: bytes) -> bool:
 
 @dataclass
 class _Sender:
-    """One rank of one process, for as long as the process is there."""
+    """One rank of one process, for as long as the process exists."""
 
     process_id: str = field(default_factory=lambda: secrets.token_hex(8))
     seq: int = -1
     stored: int = 0
     dropped: int = 0
-    """Rows that could not be understood."""
+    """Number of rows that could not be understood."""
     ignored: Counter[str] = field(default_factory=Counter)
 
     def ignore(self, what: str, names: Iterable[str]) -> None:
-        """Count what is not made use of."""
+        """Count names that are not used."""
         for name in names:
             entry = f"v1 {what}: {one_line(name[:MAX_NAME])[:MAX_NAME]}"
             known = entry in self.ignored or len(self.ignored) < MAX_NAMES
@@ -120,10 +127,10 @@ class _Sender:
 
 class Senders:
     """
-    Who speaks version 1 to a relay: it is the relay that numbers their rows.
+    The senders of version 1 messages to a relay. The relay numbers their rows.
 
     Args:
-        run: id of the run that their ranks are of.
+        run: id of the run of their ranks.
     """
 
     def __init__(self, run: str) -> None:
@@ -132,8 +139,10 @@ class Senders:
 
     def read(self, data: bytes, pid: int, now_ns: int) -> Iterator[wire.RankBatch | WireError]:
         """
-        Yield the batches that a message of process `pid` (0: not known) makes at wall-clock time `now_ns`,
-        and why a part of it is refused: `too_large`, `wrong_version`, `malformed`, `too_many`.
+        Yield the batches of a message that process `pid` (0: not known) sent at wall-clock time `now_ns`.
+
+        For a part that is refused, a `WireError` is yielded: `too_large`, `wrong_version`, `malformed`,
+        `too_many`.
         """
         try:
             if len(data) > wire.MAX_BATCH_BYTES:
@@ -151,7 +160,7 @@ class Senders:
                 yield error
 
     def forget(self, pid: int) -> None:
-        """A process is gone."""
+        """Forget a process that has ended."""
         for key in [key for key in self._known if key[0] == pid]:
             del self._known[key]
 
@@ -184,7 +193,10 @@ class Senders:
         return sender
 
     def _identity(self, rank: int, pid: int) -> RankIdentity:
-        """Return who that is: the size of the job is not said, so each rank knows of those below it."""
+        """
+        Return the identity of a rank. The size of the job is not stated, so each rank knows of the ranks
+        below it.
+        """
         size = min(rank + 1, 1 << 20)
         return RankIdentity(rank, rank, 0, size, size, 1, HOSTNAME, None, self._run, 0, pid, SOURCE)
 
@@ -197,11 +209,11 @@ def _as(data: bytes | msgspec.Raw, kind: type[_T]) -> _T:
 
 
 _Row = tuple[int, int, list[int]]
-"""Key, flags, and ns of the six stages."""
+"""(key, flags, ns of the six stages)."""
 
 
 def _steps(table: list[msgspec.Raw], sender: _Sender) -> list[_Row]:
-    """Return the rows of a table of steps; those that make no sense are counted as dropped."""
+    """Return the rows of a table of steps. Invalid rows are counted as dropped."""
     rows = []
     for raw in table[: wire.MAX_ROWS]:
         try:
@@ -237,17 +249,17 @@ def _step(fields: _Fields, sender: _Sender) -> _Row:
 
 
 def _time(raw: msgspec.Raw) -> tuple[int, bool]:
-    """Return the ns of an event, of all devices together, and whether some are by a device's clock."""
+    """Return (ns of an event, all devices together; whether some of it is by a device's clock)."""
     times = _as(raw, dict[str, _Time]).values()
     ms = sum(time.duration_ms if time.cpu_ms is None else time.cpu_ms for time in times)
     least = min((time.duration_ms if time.cpu_ms is None else time.cpu_ms for time in times), default=0.0)
-    if not (least >= 0 and ms <= _MAX_MS):  # not a number is neither
+    if not (least >= 0 and ms <= _MAX_MS):  # also refuses NaN
         raise WireError("malformed", "an impossible duration")
     return round(ms * 1e6), any(time.is_gpu and time.cpu_ms is None for time in times)
 
 
 def _samples(table: list[msgspec.Raw], sender: _Sender) -> list[wire.ProcessSample]:
-    """Return the newest looks at a process; what TraceML could not have a value of, it says is 0."""
+    """Return the newest process samples. TraceML writes 0 for a value that it could not have."""
     samples = []
     for raw in table[-MAX_SAMPLES:]:
         try:

@@ -1,1 +1,1 @@
-"""What goes from one process to another, and how it is encoded."""
+"""Messages between processes, and their encoding."""

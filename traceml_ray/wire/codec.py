@@ -1,12 +1,12 @@
 """
-How messages between processes are encoded: msgpack of array-like structs, with a tag and a version.
+Encodes messages between processes: msgpack of array-like structs, with a tag and a version.
 
 Only bytes cross a process boundary, and nothing is unpickled. `decode` checks the size before it builds
-anything, and raises `WireError` with a short reason that the receiver counts; it never raises anything else.
+anything. It raises only `WireError`, with a short reason that the receiver counts.
 
-The first time that msgspec decodes to a class it keeps a description on the class, at first an empty one, and
-runs Python code to fill it. Another thread that decodes to the class meanwhile takes the empty one, and the
-process ends by a segmentation fault (msgspec 0.22 and before). So values are decoded to `ready(type)`.
+When msgspec first decodes to a class, it stores an empty description on the class and runs Python code to
+fill it. If another thread decodes to the class meanwhile, it uses the empty description, and the process ends
+with a segmentation fault (msgspec 0.22 and before). So values are decoded to `ready(type)`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _described: set[object] = set()
 
 
 def ready(kind: type[_T]) -> type[_T]:
-    """Return `kind`, of which msgspec has a whole description from here on; after the first time at once."""
+    """Return `kind` after making msgspec's description of it complete. Immediate after the first call."""
     if kind not in _described:
         with _describing:
             msgspec.msgpack.Decoder(kind)
@@ -34,19 +34,19 @@ def ready(kind: type[_T]) -> type[_T]:
 VERSION = 3
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_ITEMS = 1024
-"""Entries in any list or map of a message."""
+"""Largest number of entries in any list or map of a message."""
 FEW = msgspec.Meta(max_length=MAX_ITEMS)
 
-# What is decoded fits the int64 columns of the session file, and an index points at something.
+# Decoded values fit the int64 columns of the session file, and an index refers to an existing element.
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_-]{1,64}\Z")]
-"""An id, as of a rank process or a profile; also used as a file name."""
+"""An id, for example of a rank process or a profile. It is also used as a file name."""
 Value = str | Int64 | float | None
 
 
 class WireError(ValueError):
-    """A message that is not accepted; `reason` is a short name under which it is counted."""
+    """A message that is not accepted. `reason` is a short name under which it is counted."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         self.reason = reason
@@ -54,16 +54,16 @@ class WireError(ValueError):
 
 
 class Part(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Base of every part of a message; trailing fields a newer version adds are ignored."""
+    """Base of every part of a message. Trailing fields that a newer version adds are ignored."""
 
 
 class Message(Part, frozen=True):
-    """Base of messages, which have a `tag`."""
+    """Base of messages. A message has a `tag`."""
 
     v: Count
 
     def check(self) -> None:
-        """Raise `WireError` where fields that are each right do not fit together."""
+        """Raise `WireError` if fields that are valid by themselves contradict each other."""
 
 
 class _Header(Part, frozen=True):
@@ -84,20 +84,20 @@ def encode(message: Message) -> bytes:
 
 
 def encode_part(part: Part) -> msgspec.Raw:
-    """Return a part of a message as it stands in one."""
+    """Return a part of a message, encoded as inside a message."""
     return msgspec.Raw(_encoder.encode(part))
 
 
 def size_of(part: Part) -> int:
-    """Return how many bytes a part of a message takes."""
+    """Return the encoded size of a part of a message, in bytes."""
     return len(_encoder.encode(part))
 
 
 def checked_size(message: type[Message], field: str, value: Any) -> int:
     """
-    Return how many bytes `value` takes as a field of a `message`.
+    Return the encoded size of `value` as a field of a `message`, in bytes.
 
-    Raises WireError (`malformed`) where the receiver would refuse the message because of it.
+    Raises WireError (`malformed`) if the receiver would refuse the message because of it.
     """
     try:
         data = _encoder.encode(value)
@@ -136,7 +136,7 @@ def decode(data: bytes, kind: type[_M], *, max_bytes: int = MAX_MESSAGE_BYTES) -
 
 
 def tag_of(data: bytes) -> str:
-    """Return the message's tag, "" where there is none."""
+    """Return the message's tag. "" if there is none."""
     try:
         return _header.decode(data).tag
     except UNREADABLE:
@@ -144,7 +144,7 @@ def tag_of(data: bytes) -> str:
 
 
 def _reason(data: bytes, kind: type[Message], error: BaseException) -> WireError:
-    """Return why `data` cannot be decoded, by its header where it has one."""
+    """Return why `data` cannot be decoded, from its header if it has one."""
     try:
         header = _header.decode(data)
     except UNREADABLE as unreadable:

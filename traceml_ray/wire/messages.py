@@ -1,13 +1,13 @@
 """
-What travels between rank, relay and aggregator, version 3. Columns are raw little-endian bytes.
+The messages between rank, relay and aggregator, version 3. Columns are raw little-endian bytes.
 
 Times are int64 nanoseconds. `*_ns` of a row are durations on the rank's own monotonic clock; `sent_ns` and
 `t_ns` are wall-clock time since the epoch.
 
-What a person asks for is a `MeasureRequest`, from wherever it comes. A trace travels in calls of its own
-from a relay to the aggregator, beside the packets with rows: a rank leaves it in a file and says in which
-folder (`Capture`); the relay, on the same host, reads it from there. Each reply says how much the
-aggregator has, so that both may be restarted meanwhile.
+A `MeasureRequest` is a request of a user, from any source. A relay sends a trace to the aggregator in
+separate calls, not in the packets with rows. A rank leaves the trace in a file and reports the folder
+(`Capture`); the relay, on the same host, reads it there. Each reply says how much the aggregator has, so both
+may be restarted meanwhile.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from traceml_ray.wire.codec import FEW, Count, Int64, Message, Name, Part, Value
 TRACE_NAME = "trace.json.gz"
 """Name of a trace's file in the folder that the rank has made for it."""
 FOLDER_PREFIX = "trace-"
-"""How the name of that folder begins; the id of the rank process follows."""
+"""First part of the name of that folder. The id of the rank process follows."""
 PART_BYTES = 60 * 1024
 """Largest size of `TracePart.data`, so that the whole message stays below `MAX_BATCH_BYTES`."""
 
 
 class TracePart(Message, tag="trace", frozen=True):
     """
-    Relay to aggregator: a part of the trace of a rank. Without `data` it asks how much of it is there. The
-    reply is TraceReply.
+    Relay to aggregator: a part of the trace of a rank. Without `data` it asks how much of the trace has
+    arrived. The reply is TraceReply.
     """
 
     process_id: Name
@@ -44,10 +44,10 @@ class TracePart(Message, tag="trace", frozen=True):
     offset: Count
     data: bytes = b""
     failure: Annotated[str, msgspec.Meta(max_length=300)] = ""
-    """Why the relay cannot read the rest: it will not come."""
+    """Why the relay cannot read the rest. The rest will not be sent."""
 
     def check(self) -> None:
-        """Raise `WireError` where the part does not lie in its trace, or is too large."""
+        """Raise `WireError` if the part is outside its trace, or too large."""
         if len(self.data) > PART_BYTES:
             raise WireError("too_large", f"{len(self.data)} bytes, limit {PART_BYTES}")
         if self.offset + len(self.data) > self.total_bytes:
@@ -55,10 +55,13 @@ class TracePart(Message, tag="trace", frozen=True):
 
 
 class TraceReply(Message, tag="trace_reply", frozen=True):
-    """Aggregator to relay."""
+    """Aggregator to relay: reply to TracePart."""
 
     offset: Count | None = None
-    """Where to go on: the number of bytes that are there, or are about to be. None: no more is wanted."""
+    """
+    Offset of the next part: the number of bytes that have arrived, or are about to. None: no
+    more is needed.
+    """
     pause_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
     """How long to wait before the next call, in seconds."""
 
@@ -67,15 +70,15 @@ MAX_LAYER_STEPS = 1000
 
 
 class LayersRequest(Part, frozen=True):
-    """For how many steps of which run a person wants to have the layers measured."""
+    """Request to measure the layers for a number of steps of a run."""
 
     steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_LAYER_STEPS)] = 20
     run: str | None = None
-    """Id or name; None: the newest."""
+    """Id or name of the run. None: the newest."""
 
     @classmethod
     def checked(cls, steps: int, run: str | None = None) -> LayersRequest:
-        """Return it. Raises ValueError where there cannot be so many steps."""
+        """Return the request. Raises ValueError if the number of steps is not allowed."""
         if not 1 <= steps <= MAX_LAYER_STEPS:
             raise ValueError(f"steps={steps} must be an integer from 1 to {MAX_LAYER_STEPS}")
         return cls(steps, run)
@@ -92,16 +95,16 @@ class LayersCommand(msgspec.Struct, frozen=True, kw_only=True):
 
 MAX_PROFILE_STEPS = 50
 OPTIONS = ("memory", "stacks", "shapes")
-"""What may be recorded besides, see `ProfileRequest`."""
+"""What can be recorded in addition, see `ProfileRequest`."""
 LATE = "was over when the request came"
-"""Phrase in the reason of a rank that was past the first step. The profile is then begun again."""
+"""Phrase in the reason of a rank that was past the first step. The profile is then started again."""
 
 CaptureState = Literal["armed", "recording", "sending", "refused", "failed"]
 """State of one rank as the rank knows it; see `store.profiles.State`."""
 
 
 class ProfileRequest(Part, frozen=True):
-    """Which steps of which ranks a person wants to have profiled."""
+    """Request to profile steps of some ranks."""
 
     ranks: Annotated[str, msgspec.Meta(max_length=1024)] = "all"
     """A rank filter: `all`, or `0,4-7`."""
@@ -113,11 +116,11 @@ class ProfileRequest(Part, frozen=True):
     shapes: bool = False
     """Whether the shapes of the inputs of each operation are recorded."""
     run: str | None = None
-    """Id or name; None: the newest."""
+    """Id or name of the run. None: the newest."""
 
     @classmethod
     def of(cls, values: Mapping[str, object]) -> ProfileRequest:
-        """Return the request that has these fields. Raises ValueError, which says what is wrong with them."""
+        """Return the request with these fields. Raises ValueError that says what is wrong with them."""
         try:
             return msgspec.convert([*msgspec.structs.astuple(cls(**values))], ready(cls), strict=False)  # type: ignore[arg-type]
         except (msgspec.ValidationError, TypeError) as error:
@@ -125,7 +128,7 @@ class ProfileRequest(Part, frozen=True):
 
     @classmethod
     def checked(cls, values: Mapping[str, Any]) -> ProfileRequest:
-        """Return what a person asks for, as `of`. Raises ValueError also for ranks that cannot be read."""
+        """As `of`, but also raises ValueError for ranks that cannot be parsed."""
         rank_filter(values["ranks"])
         steps = values.get("steps", 1)
         if isinstance(steps, int) and not 1 <= steps <= MAX_PROFILE_STEPS:
@@ -134,10 +137,13 @@ class ProfileRequest(Part, frozen=True):
 
 
 class MeasureRequest(Part, frozen=True):
-    """A profile, or the time of layers, that a person asks for: in a rank, or over the relay's socket."""
+    """
+    A user's request for a profile, or for the time of layers. It comes from a rank, or over the relay's
+    socket.
+    """
 
     id: Name
-    """It will be in the manifest of a profile."""
+    """Id of the request. It is stored in the manifest of a profile."""
     profile: ProfileRequest | None = None
     layers: LayersRequest | None = None
 
@@ -148,35 +154,38 @@ class ProfileCommand(msgspec.Struct, frozen=True, kw_only=True):
     id: Name
     """Id of the profile."""
     number: Count
-    """Grows where it is begun anew, since a rank was past its first step already."""
+    """Number that grows when the profile is started again, because a rank was past its first step."""
     run: str | None = None
     ranks: str = "all"
-    """A rank filter: those of the run that are meant."""
+    """A rank filter: the ranks of the run to profile."""
     first_step: Count
     steps: Count
     limit_s: float
     """Time to wait for the steps, in s."""
     record_s: float = 60.0
     """
-    Longest time that the steps may take, in s. What is recorded takes memory: an evaluation among them would
-    take gigabytes.
+    Longest time that the steps may take, in s. A recording uses memory: an evaluation in it would take
+    gigabytes.
     """
     memory: int = 0
     stacks: int = 0
     shapes: int = 0
-    """0 or 1, as torch has them."""
+    """0 or 1, in torch's form."""
     serve_s: float = 60.0
-    """Longest time that a rank without steps, to which others give work, records, in s. It begins at once."""
+    """
+    Longest recording of a rank without steps of its own, which works for others, in s. It
+    begins immediately.
+    """
     over: int = 0
-    """1 when the others have recorded their steps; ranks without steps then end."""
+    """1 when the others have recorded their steps. Ranks without steps then end their recording."""
 
 
 class Capture(Part, frozen=True):
-    """How far this rank is with the profile that it was asked for; in every batch while there is one."""
+    """State of this rank's requested profile. It is in every batch while there is a profile."""
 
     id: Name
     number: Count
-    """Number of the command that the rank follows. A profile may be begun again, see `wire.Command`."""
+    """Number of the command that the rank follows. A profile may be started again, see `wire.Command`."""
     state: CaptureState
     reason: str = ""
     total_bytes: Count | None = None
@@ -186,32 +195,38 @@ class Capture(Part, frozen=True):
     start_ns: Count | None = None
     stop_ns: Count | None = None
     export_ns: Count | None = None
-    """What it has cost, see `store.profiles.RankProfile`."""
+    """Cost of the export, see `store.profiles.RankProfile`."""
     serves: bool = False
-    """It has no steps of its own; `steps` then has one, 0, for all the time that was recorded."""
+    """Whether the rank has no steps of its own. `steps` then has one entry, 0, for the whole recording."""
     folder: str = ""
-    """Where its trace is as a file on this host, see `wire.messages`: an absolute path."""
+    """
+    Absolute path of the folder on this host that contains the trace, see the docstring of
+    `wire.messages`.
+    """
 
 
 MAX_BATCH_BYTES = 64 * 1024
-"""A larger argument of an actor call goes through Ray's object store, 2-3 times as slow."""
+"""Larger arguments of an actor call go through Ray's object store, which is 2-3 times as slow."""
 MAX_ROWS = 1024
 TICK_S = 0.25
-"""How often a relay sends, where the aggregator does not say otherwise."""
+"""Time between two messages of a relay in s, unless the aggregator sets another."""
 
 Rows = Annotated[int, msgspec.Meta(ge=0, le=1 << 44)]
-"""A number of rows: more than any run has, and those of all ranks add up to an int64."""
+"""A number of rows. The limit exceeds any run, and the sum over all ranks fits an int64."""
 StageIndex = Annotated[int, msgspec.Meta(ge=0, lt=N_STAGES)]
 DEVICE_CLOCK = "device clock"
 """Key in `RankBatch.missing`: why a rank on a CUDA device has no rows on the device's clock."""
 CLOSED = "off since step"
-"""Under DEVICE_CLOCK: it has ended itself; the step, a colon and the reason follow."""
+"""Under DEVICE_CLOCK: the clock has ended itself. The step, a colon and the reason follow."""
 NOT_MEASURED = "not measured: "
-"""How names in `RelayBatch.errors` begin of what a node cannot measure; the count is of its devices."""
+"""
+Prefix of names in `RelayBatch.errors` of values that a node cannot measure. The count is the number of its
+devices.
+"""
 Records = dict[str, Annotated[list[msgspec.Raw], FEW]]
 """
-What signals have to say, by the name of the kind: records as they were encoded, each by itself. See
-`signals.kinds`; a kind that the receiver does not know is counted there, and left out.
+Records of signals by the name of their kind. Each record is encoded by itself. See `signals.kinds`. A
+receiver counts and ignores kinds that it does not know.
 """
 Columns = tuple[bytes, bytes, bytes, bytes, bytes]
 """Keys, flags, rows, host rows and leads of some rows, see `RankBatch`."""
@@ -229,7 +244,7 @@ class ProcessSample(Part, frozen=True):
 
 
 class OpenStage(Part, frozen=True):
-    """The stage that a rank is in, and for how long it has been."""
+    """The stage that a rank is in, and the time since it entered the stage."""
 
     step: Int64
     stage: StageIndex
@@ -237,7 +252,7 @@ class OpenStage(Part, frozen=True):
     span: str | None = None
     """Name of the open span inside the stage: `checkpoint`, `barrier`, a user's stage, …"""
     span_ns: Int64 | None = None
-    """For how long it has been."""
+    """Time since the span began, in ns."""
 
 
 class SpanSum(Part, frozen=True):
@@ -248,7 +263,7 @@ class SpanSum(Part, frozen=True):
     count: Count
     total_ns: Int64
     max_ns: Int64 | None
-    """None where only the sum was kept."""
+    """None if only the sum was kept."""
     first_step: Int64
     last_step: Int64
     bytes: Count | None = None
@@ -274,19 +289,19 @@ class Event(Part, frozen=True):
 
 
 class Placement(Part, frozen=True):
-    """Where a rank is in a job that is not only data parallel."""
+    """Position of a rank in a job that is not only data parallel."""
 
     mesh: Annotated[dict[str, Annotated[list[Count], FEW]], FEW] = {}
     """For each dimension of the rank's device mesh, by name: its coordinate and the size of the dimension."""
     stages: Annotated[list[Count], FEW] = []
-    """The stages of a pipeline that it has, of `of_stages` in all."""
+    """Numbers of the pipeline stages that it has, out of `of_stages`."""
     of_stages: Count = 0
     worker: str = ""
-    """Its name as a worker of torch.distributed.rpc."""
+    """Name of the rank as a worker of torch.distributed.rpc."""
 
 
 class Overhead(Part, frozen=True):
-    """What the monitor itself has cost this rank so far (cumulative)."""
+    """Cumulative cost of the monitor itself for this rank."""
 
     marks_ns: Count
     """Estimated time inside our hooks on the training thread."""
@@ -299,10 +314,10 @@ class RankBatch(Message, tag="rank", frozen=True):
     """
     One tick of one rank's agent.
 
-    A *rank process* is one process's life (16 hex digits, drawn at start); its identity may be learned
-    late. Rows are numbered from 0 per rank process in the order they were put into the ring:
-    this batch holds `first_row … first_row + n - 1`. `produced` and `dropped` are cumulative,
-    `produced` counts dropped rows too.
+    A *rank process* is the life of one process (16 hex digits, drawn at start). Its identity may become known
+    late. Rows are numbered from 0 per rank process, in the order in which they were put into the ring: this
+    batch holds `first_row … first_row + n - 1`. `produced` and `dropped` are cumulative. `produced` includes
+    dropped rows.
     """
 
     process_id: Name
@@ -323,51 +338,51 @@ class RankBatch(Message, tag="rank", frozen=True):
     spans: Annotated[list[SpanSum], FEW] = []
     events: Annotated[list[Event], FEW] = []
     errors: Annotated[dict[str, Count], FEW] = {}
-    """Swallowed exceptions by place, cumulative."""
+    """Suppressed exceptions by place, cumulative."""
     missing: Annotated[dict[str, str], FEW] = {}
-    """Patches and signals that could not be had, with the reason."""
+    """Patches and signals that are not available, with the reason."""
     overhead: Overhead | None = None
     strategy: str | None = None
     """
-    What this rank has seen: single, ddp, fsdp2, fsdp2+hsdp, ddp+tp, pp, all_reduce (inferred), … see
-    INFERRED; of all ranks together: `analysis.parallelism.mode`.
+    Parallelism that this rank has detected: single, ddp, fsdp2, fsdp2+hsdp, ddp+tp, pp, all_reduce
+    (inferred), … see INFERRED. For all ranks together: `analysis.parallelism.mode`.
     """
     final: bool = False
     group: tuple[Count, Count] | None = None
     """
-    The ranks that this one exchanges gradients with: the lowest global rank among them and how many they
-    are, which tells groups apart, since they share no rank. None: not known.
+    Ranks with which this one exchanges gradients: (lowest global rank among them, number of ranks). This
+    identifies the group, because groups share no rank. None: not known.
     """
     host_rows: bytes = b""
     """
-    n × N_STAGES × int64 ns: the same rows on the CPU's clock, where `rows` has those with FLAG_DEVICE_CLOCK
-    on the device's. A row that the device has no times for is the same in both. Empty: the rank process has
-    no device clock.
+    n × N_STAGES × int64 ns: the same rows on the CPU's clock, where `rows` with FLAG_DEVICE_CLOCK are on the
+    device's clock. A row without device times is the same in both. Empty: the rank process has no device
+    clock.
     """
     leads: bytes = b""
     """n × LEAD_BYTES × uint8 (late, full, sure), or empty: not known. Only with `host_rows`."""
     memory_from: Annotated[dict[str, str], FEW] = {}
     """
-    Where each field of a sample of memory that can be known here comes from: torch, nvml, kernel or cgroup.
-    Not in every batch; what it lacks is not known, and `missing` may say why.
+    Source of each field of a memory sample that is available here: torch, nvml, kernel or cgroup. Not in
+    every batch. A field without a source is not known, and `missing` may have the reason.
     """
     environment: Annotated[dict[str, str], FEW] = {}
     """Versions and the configuration of torch's allocator, in the first batch."""
     capture: Capture | None = None
     placement: Placement | None = None
-    """None: the job is only data parallel, as far as is known."""
+    """None: as far as is known, the job is only data parallel."""
     records: Annotated[Records, FEW] = {}
     requests: Annotated[list[MeasureRequest], FEW] = []
-    """What the script asks for."""
+    """Requests of the script."""
 
     def columns(self, skip: int = 0) -> Columns:
-        """Return the columns of the rows without the first `skip`."""
+        """Return the columns of the rows, without the first `skip` rows."""
         row = ROW_BYTES * skip
         columns = self.keys[8 * skip :], self.flags[skip:], self.rows[row:]
         return *columns, self.host_rows[row:], self.leads[LEAD_BYTES * skip :]
 
     def check(self) -> None:
-        """Raise `WireError` where the columns do not fit each other."""
+        """Raise `WireError` if the columns do not fit together."""
         count = len(self.flags)
         if count > MAX_ROWS:
             raise WireError("too_large", f"{count} rows, limit {MAX_ROWS}")
@@ -384,11 +399,11 @@ class RankBatch(Message, tag="rank", frozen=True):
 
 class Command(Part, frozen=True):
     """
-    Something the receiver is to do. It is part of every reply until it has been done, so that no lost reply
-    matters: the receiver does each `args["id"]` once.
+    A command for the receiver. It is in every reply until it has been executed, so a lost reply does not
+    matter: the receiver executes each `args["id"]` once.
 
-    `dump`: send the stack of every thread (event `stacks`); `where`: only the place of the training thread
-    (event `standing`, which is not stored). `args["run"]`: ranks of that job only.
+    `dump`: send the stack of every thread (event `stacks`). `where`: send only the place of the training
+    thread (event `standing`, which is not stored). `args["run"]`: only for ranks of that job.
 
     `profile`: record steps with torch's profiler, see `ProfileCommand`. `layers`: measure the layers of some
     steps, see `LayersCommand`.
@@ -400,8 +415,8 @@ class Command(Part, frozen=True):
 
 class RankReply(Message, tag="rank_reply", frozen=True):
     """
-    Relay to agent: every batch up to `acked_seq` has been taken over by the relay, and none up to
-    `settled_seq` need be sent again: they are on disk.
+    Relay to agent: the relay has received every batch up to `acked_seq`. Batches up to `settled_seq` are on
+    disk and need not be sent again.
     """
 
     process_id: Name
@@ -409,13 +424,16 @@ class RankReply(Message, tag="rank_reply", frozen=True):
     settled_seq: Int64
     commands: Annotated[list[Command], FEW] = []
     verdict: Annotated[dict[str, Value], FEW] = {}
-    """For rank 0: `label`, `why`, `stage`, `rank`, `cost_pct`, `mean_step_ms` of its run at present."""
+    """
+    For rank 0: `label`, `why`, `stage`, `rank`, `cost_pct`, `mean_step_ms` of the current
+    verdict on its run.
+    """
     refused: Annotated[dict[int, str], FEW] = {}
-    """Why the relay does not accept a batch, by number of the batch. It must not be sent again."""
+    """Number of a batch that the relay refuses → the reason. It must not be sent again."""
 
 
 class NodeIdentity(Part, frozen=True):
-    """A machine of the cluster; `node_id` is Ray's."""
+    """A machine of the cluster. `node_id` is Ray's id."""
 
     node_id: str
     hostname: str
@@ -424,10 +442,10 @@ class NodeIdentity(Part, frozen=True):
 
 class RelayBatch(Message, tag="relay", frozen=True):
     """
-    One tick of one node: the rank batches as they came, in order.
+    One tick of one node: the rank batches as received, in order.
 
-    `incarnation` is drawn when a relay process starts, `seq` counts from 1 within it; the
-    aggregator takes each (incarnation, seq) once. `dropped` is cumulative rows per rank process.
+    `incarnation` is drawn when a relay process starts, and `seq` counts from 1 within it. The aggregator
+    accepts each (incarnation, seq) once. `dropped` is cumulative rows per rank process.
     """
 
     node: NodeIdentity
@@ -437,7 +455,7 @@ class RelayBatch(Message, tag="relay", frozen=True):
     batches: Annotated[list[bytes], FEW] = []
     dropped: Annotated[dict[str, Rows], FEW] = {}
     lost: Annotated[list[str], FEW] = []
-    """Rank processes whose process is gone without a final batch."""
+    """Rank processes that have ended without a final batch."""
     events: Annotated[list[Event], FEW] = []
     errors: Annotated[dict[str, Count], FEW] = {}
     answer: tuple[Int64, Int64] | None = None
@@ -448,9 +466,9 @@ class RelayBatch(Message, tag="relay", frozen=True):
     records: Annotated[Records, FEW] = {}
     """Records of the node."""
     of_ranks: Annotated[dict[str, Annotated[Records, FEW]], FEW] = {}
-    """Records that the relay itself has made of ranks, by rank process."""
+    """Records of ranks that the relay itself has made, by rank process."""
     requests: Annotated[list[MeasureRequest], FEW] = []
-    """What persons on this node ask for."""
+    """Requests of users on this node."""
 
 
 class RelayReply(Message, tag="relay_reply", frozen=True):
@@ -461,13 +479,13 @@ class RelayReply(Message, tag="relay_reply", frozen=True):
     verdicts: Annotated[dict[str, dict[str, Value]], FEW] = {}
     """Verdict of each run; see `RankReply.verdict`."""
     tick_s: Annotated[float, msgspec.Meta(ge=TICK_S, le=60)] = TICK_S
-    """How often to send, in seconds, where not all ranks of the node have reported before."""
+    """Time between two messages in seconds, unless all ranks of the node have reported earlier."""
     sent_ns: Int64 | None = None
-    """On the aggregator's clock."""
+    """Time at which it was sent (ns, aggregator's clock)."""
 
 
 class RankFailure(Part, frozen=True):
-    """How one rank's process ended badly, as the launcher saw it. A signal is a negative exit code."""
+    """How a rank's process failed, as seen by the launcher. A signal is a negative exit code."""
 
     rank: Count
     local_rank: Count
@@ -480,75 +498,75 @@ class RankFailure(Part, frozen=True):
 class Finish(Message, tag="finish", frozen=True):
     """
     Launcher to relay, over the rank socket, and from there to the aggregator: this node's part of the job is
-    over. The aggregator decides when the files are written; each further reply says how far that is.
+    over. The aggregator decides when the files are written. Each further reply reports the progress.
     """
 
     exit_code: Int64
     failures: Annotated[list[RankFailure], FEW] = []
     stop: bool = True
-    """End the session; without it, only this node leaves."""
+    """Whether to end the session. Otherwise only this node leaves."""
     node_id: str = ""
     """Id of the node that leaves. The relay fills it in."""
     nodes: Count = 1
-    """How many nodes the job has: they are waited for."""
+    """Number of nodes of the job. The aggregator waits for all of them."""
     force: bool = False
-    """A person has ordered it: no node is waited for."""
+    """Whether a user has ordered the end: no node is waited for."""
     waited_s: float = 0.0
-    """How long the launcher has waited already, when the relay passes this on."""
+    """Time that the launcher had already waited when the relay passes this on, in s."""
 
 
 class Finished(Message, tag="finished", frozen=True):
-    """How far the end of a session, or of a run, is."""
+    """Progress of the end of a session, or of a run."""
 
     state: Literal["waiting", "writing", "noted", "written", "failed"]
     """
-    Progress of the end. waiting: for those that may still deliver, or for the disk; ask again. writing: the
-    report is being made; ask again. noted: there is nothing to wait for. written: the files are there.
-    failed: they cannot be written.
+    `waiting`: for processes that may still deliver, or for the disk; ask again. `writing`: the report is
+    being made; ask again. `noted`: there is nothing to wait for. `written`: the files exist. `failed`: they
+    cannot be written.
     """
     detail: str = ""
-    """Why not, or which nodes are missing."""
+    """Reason of a failure, or the missing nodes."""
     waiting: Count = 0
     """
-    Ranks, or nodes, that are waited for because they may still deliver; of files that are written, those
-    whose rows may not be in them.
+    Number of ranks, or nodes, that are waited for because they may still deliver. If the files are written:
+    those whose rows may be missing in them.
     """
 
     @property
     def pending(self) -> bool:
-        """Whether to ask again."""
+        """Return whether to ask again."""
         return self.state in ("waiting", "writing")
 
     @property
     def ok(self) -> bool:
-        """Whether what was asked for is done."""
+        """Return whether the request is done."""
         return self.state in ("noted", "written")
 
 
 class ControlRequest(Message, tag="request", frozen=True):
     """
-    A person to the relay, over the rank socket: a bundle is wanted, or something is to be measured. The
-    reply is Finished (noted).
+    User to relay, over the rank socket: make a bundle, or measure something. The reply is
+    Finished (noted).
     """
 
     request: Name
-    """Id of the bundle, which will be in its manifest."""
+    """Id of the bundle. It is stored in the bundle's manifest."""
     measure: MeasureRequest | None = None
-    """What is wanted instead of a bundle."""
+    """What to measure. None: make a bundle."""
 
 
 class RunEnd(Message, tag="run", frozen=True):
     """
-    What starts ranks inside Ray (Ray Train's controller) to the aggregator, about one run of the
-    session; the reply is Finished.
+    From the process that starts ranks inside Ray (Ray Train's controller) to the aggregator, about one run of
+    the session. The reply is Finished.
     """
 
     job_id: str
     """Job id, as in the identity of the run's ranks."""
     info: Annotated[dict[str, Value], FEW] = {}
     """
-    New facts of the run: name, launcher, world_size, nnodes, … Facts that are missing stay as
-    they were.
+    New facts of the run: name, launcher, world_size, nnodes, … Facts that are missing here do
+    not change.
     """
     events: Annotated[list[Event], FEW] = []
     status: str | None = None

@@ -1,8 +1,9 @@
 """
-What was not known to be stored when a rank's process, or a relay, ended: in a file for the end of the run.
+Files with batches that were not confirmed as stored when a rank's process, or a relay, ended. They are read
+at the end of the run.
 
-`<process id>.spool` is a run of frames: uint32 little-endian length, then the bytes of one
-`wire.RankBatch`. Standard library only: this is written while a training process exits.
+`<process id>.spool` is a sequence of frames: uint32 little-endian length, then the bytes of one
+`wire.RankBatch`. Only the standard library is used, because a training process writes this while it exits.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ _LENGTH = struct.Struct("<I")
 
 
 def write_spool(path: Path, frames: Iterable[bytes]) -> None:
-    """Write `frames` to `path`, whole or not at all. Raises OSError."""
+    """Write `frames` to `path`, completely or not at all. Raises OSError."""
     write_file(path, b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames))
 
 
 def add_to_spool(path: Path, frames: Iterable[bytes]) -> None:
-    """Write `frames` to the end of `path`; a reader stops where the last one is cut. Raises OSError."""
+    """Append `frames` to `path`. A reader stops at an incomplete last frame. Raises OSError."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(b"".join(_LENGTH.pack(len(frame)) + frame for frame in frames))
 
 
 def read_spool(path: Path) -> list[bytes]:
-    """Return the whole frames of `path`; stops at a cut or absurd frame. Raises OSError."""
+    """Return the complete frames of `path`. Stops at an incomplete or invalid frame. Raises OSError."""
     data = read_file(path, _MAX_BYTES)
     frames: list[bytes] = []
     position = 0
