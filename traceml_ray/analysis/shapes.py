@@ -29,7 +29,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The numbers of a run's steps. Before its first step, `steps` is 0 and the times are not known."""
 
     version: int
-    """Number of the state of the run's history that the numbers are of; it changes with new steps."""
+    """Number of the state of the run's history that the numbers come from. It changes with new steps."""
     last_step: int | None
     """Last step that all ranks have reported; None before the first one."""
     world: int
@@ -37,9 +37,9 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     ranks: list[int]
     """Ranks that have reported: R numbers, ascending."""
     steps: int
-    """Number of steps that the numbers are of."""
+    """Number of steps that the numbers cover."""
     of_all: bool
-    """Whether the numbers are of all steps of the run, not of the newest ones."""
+    """Whether the numbers cover all steps of the run. If not, they cover the newest steps."""
     all_read: bool
     """Whether nearly all stored rows have been read."""
     timed_pct: float
@@ -65,7 +65,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     worst_rank: int | None = None
     """Rank with the longest busy time; None if it is not known, or there is one rank only."""
     worst_over: float = np.nan
-    """Busy time of the worst rank as a multiple of that of the median rank; NaN: not known."""
+    """Busy time of the worst rank as a multiple of the median rank's busy time; NaN: not known."""
     skew_pct: float = np.nan
     """By how much the worst rank is above the median rank (%); NaN: not known, or of one rank only."""
     waiting_pct: float = np.nan
@@ -84,30 +84,33 @@ class BusyTimes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class RankTimes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What the steps of each of R ranks are made of."""
+    """Step times of each of R ranks, by stage."""
 
     steps: int
-    """Number of steps that the times are of."""
+    """Number of steps that the times cover."""
     ranks: list[int]
     """Ranks that have reported: R numbers, ascending."""
     busy_ms: Array
     """Median busy time of each of `ranks` in a step: (R,) ms; NaN without any step."""
     over: Array
-    """Busy time of each of `ranks` as a multiple of that of the median rank: (R,); NaN without any step."""
+    """Busy time of each of `ranks` as a multiple of the median rank's: (R,); NaN without any step."""
     stages: Array
     """Mean time of each of `ranks` in each stage: (R, 6) ms; NaN without any step."""
 
 
 class StepColumns(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """
-    What is drawn step by step, in C columns: a column is one step or, of a long run, several. A part of an
-    answer (`since` is not None) holds the columns from one step on, and says nothing of its lines.
+    Data of charts by step, in C columns. A column is one step or, in a long run, several. A partial answer
+    (`since` is not None) has the columns from one step on, and no facts about lines.
     """
 
     token: list[int | str]
-    """What the columns are of. Columns of equal tokens follow each other; with another one all are new."""
+    """
+    Identity of the columns. Columns with equal tokens continue each other; with another token all columns are
+    new.
+    """
     since: int | None = None
-    """First step of a part of an answer; None where the columns are complete."""
+    """First step of a partial answer; None: the columns are complete."""
     first: Array
     """First step of each column: (C,) int64."""
     last: Array
@@ -129,7 +132,7 @@ class StepColumns(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     node_pct: Array
     """By how much the slowest node is above the fastest one: (C,) %; NaN: not known."""
     worst_over: Array
-    """Busy time of `worst_rank` over that of the median rank: (C,); NaN: not known."""
+    """Busy time of `worst_rank` ÷ that of the median rank: (C,); NaN: not known."""
     step_ms: Array
     """Mean time of a step: (C,) ms."""
     steps_per_s: Array
@@ -147,7 +150,10 @@ class StepColumns(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def next(self) -> tuple[list[int | str], int]:
-        """What to ask with for what is new: `token`, and the last step (-1 before the first one)."""
+        """
+        Arguments of the question for later columns: `token`, and the last step (-1 before
+        the first one).
+        """
         return self.token, int(self.last[-1]) if len(self.last) else -1
 
 
@@ -162,8 +168,8 @@ class RankSteps(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Time of the median rank in each stage: (K, 6) ms."""
     host: Array | None
     """
-    The same as `stages`, on the clock of the rank's host: (K, 6) ms; NaN where a column is of several steps.
-    None if `stages` is on that clock itself.
+    Times of `stages` on the clock of the rank's host: (K, 6) ms; NaN for a column of several steps. None if
+    `stages` is on that clock itself.
     """
     mean: dict[str, float]
     """Stage → mean time of the rank over all columns (ms); empty if the rank has no step."""
@@ -171,8 +177,8 @@ class RankSteps(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 class StepSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """
-    What a step of a run takes, and how far that would differ by chance, from the C columns of steps beyond
-    the warm-up. Of too few steps nothing is drawn: `numbers` is empty.
+    Time of a step of a run, and its variation by chance, from the C columns of steps beyond the warm-up. With
+    too few steps nothing is drawn: `numbers` is empty.
     """
 
     world: int
@@ -190,39 +196,39 @@ class StepSample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     last: int | None
     """Last step of the sample; None if it has none."""
     block: int
-    """Number of columns that are drawn together."""
+    """Number of consecutive columns in a block of the bootstrap."""
     numbers: dict[str, float]
     """
     Q numbers by name: mean time of the `step` and of each stage, `median step` and `p95 step` (ms), and
     `skew` (%); NaN: not known.
     """
     replicates: Array
-    """`numbers`, in that order, of each of B draws: (B, Q)."""
+    """Values of `numbers`, in that order, in each of B draws: (B, Q)."""
     drift: Array
     """Standard deviation by which each of `numbers` of the next run may differ: (Q,)."""
     stages: Array
     """Mean time of each of `ranks` in each stage: (R, 6) ms."""
     errors: Array
-    """Standard error of `stages`, as that of one run among others: (R, 6) ms."""
+    """Standard error of `stages`, including the difference between runs: (R, 6) ms."""
     flags: int
-    """`stages.FLAG_*` that most rows have."""
+    """Bits of `stages.FLAG_*` that most rows have."""
 
 
 class CellMeans(msgspec.Struct, frozen=True, kw_only=True):
     """Means over the steps of one cell of the heatmap."""
 
     rank: int
-    """Global rank that the means are of; in a large job, the slowest of its node."""
+    """Global rank whose means these are; in a large job, the slowest rank of its node."""
     node: str | None
     """Label of the rank's node; None if the rank has not reported."""
     steps: int
-    """Number of steps that the means are of."""
+    """Number of steps that the means cover."""
     busy_ms: float | None
     """Mean busy time of the rank (ms); None if the rank has not reported, NaN if it has no step here."""
     median_ms: float | None
     """Busy time of the median rank (ms); None if the rank has not reported."""
     over: float | None
-    """`busy_ms` as a multiple of `median_ms`; None where one of them is not known."""
+    """`busy_ms` as a multiple of `median_ms`; None: one of the two is not known."""
     stages: dict[str, tuple[float, float]]
     """Stage → mean time of the rank and of the median rank (ms); empty where only sums are kept."""
 

@@ -1,4 +1,4 @@
-"""The spread over ranks and nodes of one number of each rank, or of a row of numbers; unknown is NaN."""
+"""Spread over ranks and nodes of one number per rank, or of a row of numbers per rank. NaN: not known."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ Values = npt.NDArray[np.floating[Any]]
 MISSING = 255
 """Level that `deviations` uses for values that are not known."""
 _MOST = 4.0
-"""Ratio that the highest level stands for."""
+"""Ratio that the highest level represents."""
 
 
 class Spread(NamedTuple):
     """
-    Busy time over ranks: a value of each rank, (R, C). Of nodes (N, C), by name in `nodes`: the median of
-    its ranks. Skew in %: (worst − median) ÷ median over ranks, (slowest − fastest) ÷ fastest over nodes.
+    Spread of busy time over ranks, from a value of each rank, (R, C). Values of nodes (N, C), in the order of
+    `nodes`, are the median of the node's ranks. Skew in %: (worst − median) ÷ median over ranks, (slowest −
+    fastest) ÷ fastest over nodes.
     """
 
     median: Float
     """Median over the ranks (C,)."""
     worst: Int64
-    """Index of the rank with the largest value (C,); -1 if none is known."""
+    """Index of the rank with the largest value (C,); -1 if no value is known."""
     nodes: tuple[str, ...]
     per_node: Float
     global_skew_pct: Float
@@ -77,7 +78,7 @@ def over_pct(value: Values, base: Values) -> Float:
 
 
 def quantiles(values: Values, shares: Sequence[float]) -> Float:
-    """Return the quantiles (0..1, linear between two values) of what is known along the first axis."""
+    """Return the quantiles (0..1, linear between two values) of the known values along the first axis."""
     ordered = np.sort(values, axis=0)  # NaN comes last
     count = (~np.isnan(ordered)).sum(axis=0)
     values_at = np.full((len(shares), *count.shape), np.nan)
@@ -92,8 +93,8 @@ def quantiles(values: Values, shares: Sequence[float]) -> Float:
 
 def deviations(values: Values, middle: Values, unit: Values) -> UInt8:
     """
-    Return by how many times a step is longer for how far `values` (R, C) are from `middle` (C,), in `unit`s
-    (C,), as levels: see `level`; MISSING is what is not known.
+    Return, as levels (see `level`), by which factor a step becomes longer through the distance of `values`
+    (R, C) from `middle` (C,), in `unit`s (C,). MISSING marks unknown values.
     """
     known = np.isfinite(unit) & (unit > 0)
     over = 1 + (values - middle) / np.where(known, unit, np.nan)
@@ -110,12 +111,15 @@ def level(over: Any) -> Any:
 
 
 def ratio(levels: Any) -> Any:
-    """Return the ratio that a level stands for."""
+    """Return the ratio that a level represents."""
     return _MOST ** ((np.asarray(levels, dtype=float) - 127) / 127)
 
 
 def excess(levels: UInt8) -> Float:
-    """Return by what share each line of levels (R, C) is over the median on average (R,), NaN without any."""
+    """
+    Return the mean share by which each line of levels (R, C) is above the median (R,);
+    NaN without any value.
+    """
     known = levels != MISSING
     count = known.sum(axis=1)
     over = np.where(known, ratio(levels) - 1, 0.0).sum(axis=1)

@@ -1,7 +1,7 @@
 """
-The steps of one attempt of a run, reduced once all ranks have reported them, in bounded memory.
+The steps of one attempt of a run, in bounded memory. They are reduced once all ranks have reported them.
 
-The live verdict, the report and every view read them, live or rebuilt from a session file; as its rows are
+The live verdict, the report and every view read them, live or rebuilt from a session file. When rows are
 read, a run is reduced to its step history and, if asked for, its verdicts over time.
 """
 
@@ -56,11 +56,11 @@ class ResumePoint(NamedTuple):
 
 class StepHistory(StepStore):
     """
-    The steps of the processes that stand for the ranks.
+    The steps of the current process of each rank.
 
-    Rows are put into the table as they arrive; `advance` reduces the steps that are complete. A row that
-    arrives late makes its steps be reduced again, as long as their rows are still in the table (see
-    `RowTable`); after that it is left out.
+    Rows are put into the table as they arrive; `advance` reduces the complete steps. If a row arrives late,
+    its steps are reduced again, as long as their rows are still in the table (see `RowTable`); after that the
+    row is left out.
 
     `deep` is for a report: it waits longer for a rank that is behind, and has medians of each stage.
     """
@@ -71,7 +71,7 @@ class StepHistory(StepStore):
         self.taken = self.absurd = self.left_out = 0
         """
         Number of rows received. `absurd` counts keys left out because of values that no step can have,
-        `left_out` those of ranks that came too late.
+        `left_out` the keys of ranks that came too late.
         """
         self.merged = False
         """Whether stages were added up because some rank has no mark between them, see `comparable`."""
@@ -83,7 +83,7 @@ class StepHistory(StepStore):
         self._totals: dict[Group | int, int] = {}
         self._resume_points = [ResumePoint(-1, {}, {}, 0)]
         self._late: Int64 = np.empty(0, np.int64)
-        """The newest keys that a rank came too late for."""
+        """Newest keys for which a rank came too late."""
 
     def reported(self) -> set[int]:
         """Return the ranks that have rows, reduced or not."""
@@ -130,11 +130,11 @@ class StepHistory(StepStore):
 
     def advance(self, holding: Container[int], waited: int, expected: int) -> bool:
         """
-        Reduce the steps that are whole; return whether there were any.
+        Reduce the complete steps. Return whether there were any.
 
         Args:
             holding: ranks that may still deliver.
-            waited: how many more will have rows, but have none yet.
+            waited: number of further ranks that will have rows, but have none yet.
             expected: the world size.
         """
         last = self.table.last
@@ -198,7 +198,7 @@ class StepHistory(StepStore):
         self.fit()
 
     def counts(self) -> dict[int, int]:
-        """Return the number of steps that each rank has rows of."""
+        """Return the number of steps with rows of each rank."""
         table = self.table
         counts: Int64 = (table.lead >> SEGMENT_BITS != table.first >> SEGMENT_BITS).astype(np.int64)
         counts[table.lead < 0] = 0

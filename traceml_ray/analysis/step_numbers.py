@@ -1,4 +1,4 @@
-"""The numbers that faces show of a step history: views draw them and compute none."""
+"""The numbers that pages show of a step history. Views only draw them and compute nothing."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def times(
     between: Between | None = None,
 ) -> StepTimes:
     """
-    Return the numbers of a run: over the newest steps that a live verdict looks at, over all (`whole`), or
-    over those of a part of the run (`between`), where sums of some steps each stand for these. `wall_ms` is
-    the time since the first report, `stored` the number of rows that are stored.
+    Return the numbers of a run, over the newest steps that a live verdict uses, over all steps (`whole`), or
+    over a part of the run (`between`). In a part, a sum of several steps counts for each of these. `wall_ms`
+    is the time since the first report, `stored` the number of stored rows.
     """
     if wall_ms is not None and history.total_ms() > _UNSEEN * wall_ms:
         wall_ms = None  # many steps were over before the first report
@@ -92,7 +92,7 @@ def _part(history: StepHistory, between: Between) -> dict[str, Any]:
 
 
 def rank_times(history: StepHistory, whole: bool, between: Between | None = None) -> RankTimes:
-    """Return what each rank's steps are made of, over the steps of `times`."""
+    """Return the step times of each rank by stage, over the steps of `times`."""
     ranks, steps = history.ranks, 0
     busy, stages = np.full(len(ranks), np.nan), np.full((len(ranks), len(STAGES)), np.nan)
     if between is None:
@@ -154,11 +154,11 @@ def columns(
     since: Sequence[Any] | None = None,
 ) -> StepColumns:
     """
-    Return what is drawn step by step: the newest steps, or a part of the run (`between`) in few columns.
+    Return the data of charts by step: the newest steps, or a part of the run (`between`) in few columns.
 
-    `since` is `next` of an earlier answer: where its token still holds, the answer has only the columns from
-    that step on, else all of them. `z` is of `stage` or of busy time (`total`); of a large job a line is a
-    node: in each column, its slowest rank.
+    `since` is `next` of an earlier answer. If its token is still valid, the answer has only the columns from
+    that step on, else all of them. `z` shows `stage`, or busy time (`total`). In a large job a line of `z` is
+    a node: in each column, its slowest rank.
     """
     stage_index = STAGES.index(stage) if stage in STAGES else None
     token: list[int | str] = [*history.layout(between), stage, world]
@@ -216,8 +216,8 @@ def _drawn(
 
 def spine(history: StepHistory, rank: int | None, end_ns: int | None, most: int) -> RunTimeline:
     """
-    Return all of a run in at most `most` columns. Their times are those of `rank`, whose newest rows had come
-    by `end_ns`.
+    Return the whole run in at most `most` columns. The times are those of `rank`, whose newest rows had
+    arrived by `end_ns`.
     """
     first, last, step_ms = history.step_means(ALL, most)
     t_ns = None
@@ -238,7 +238,7 @@ def _part_means(history: StepHistory, between: Between) -> PartMeans:
 
 
 def busy(history: StepHistory, ranks: Sequence[int], most: int) -> BusyTimes:
-    """Return the busy time of those of `ranks` that are known, in the newest `most` steps."""
+    """Return the busy time of the known ranks among `ranks`, in the newest `most` steps."""
     known = [rank for rank in ranks if rank in history.who and rank in history.ranks]
     busy_ms = history.columns(most=most).busy[np.searchsorted(history.ranks, known)]
     return BusyTimes(ranks=known, busy_ms=busy_ms)
@@ -264,8 +264,8 @@ def of_rank(history: StepHistory, rank: int, most: int, between: Between | None 
 
 def cell(history: StepHistory, rank: int, first: int, last: int, world: int) -> CellMeans:
     """
-    Return what one cell of the heatmap is: means over its steps `first` to `last`, of the rank (in a large
-    job, the slowest of its node) and of the median rank. `stages` is empty where only sums are left.
+    Return the data of one cell of the heatmap: means over its steps `first` to `last`, for the rank (in a
+    large job, the slowest of its node) and for the median rank. `stages` is empty if only sums are left.
     """
     if rank not in history.ranks:
         return CellMeans(rank=rank, node=None, steps=0, busy_ms=None, median_ms=None, over=None, stages={})

@@ -1,8 +1,8 @@
 """
-Statistics of steps, exact for the steps that are kept one by one: what report, web app and metrics show.
+Statistics of steps for report, web app and metrics. They are exact for the steps that are kept one by one.
 
-Of older steps there are sums, and histograms of how their times are distributed. The first steps of a run
-(compilation, warm-up, the start of loaders) are in no statistic; what they cost is given beside.
+Older steps are kept as sums, and as histograms of their times. The first steps of a run (compilation,
+warm-up, the start of loaders) are in no statistic; their cost is given separately.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ IDLE, UNREAD = slice(0, 2), slice(2, 4)
 
 class Columns(NamedTuple):
     """
-    C columns, each of one step or of some steps in a row: their numbers `first` and `last`, `busy` (R, C)
-    and `values` (R, C, the same or of one stage): mean ms of a rank, `exposed` (C, 6): mean ms of a step,
-    `waiting` (C,): the share of all ranks' time in which they waited.
+    C columns, each of one step or of consecutive steps. `first` and `last` are step numbers. `busy` (R, C)
+    and `values` (R, C; busy time or the time of one stage) are means per rank in ms. `exposed` (C, 6) is the
+    mean of a step in ms. `waiting` (C,) is the share of all ranks' time in which they waited.
     """
 
     first: Int64
@@ -51,12 +51,12 @@ _OF_A_STEP = _OF_STEPS | dict.fromkeys(("steps", "chained", "warm"), np.minimum)
 
 class StepSums:
     """
-    Sums over steps, `end` columns: `busy` (R, n), `d` (R, n, 6) ms, `count` (R, n) steps of each rank; of the
-    steps `first` and `last` (n,), `exposed` (n, 6) ms, how many they are (`steps`), have exposed time
-    (`chained`) and are beyond the warm-up (`warm`), and `rows` that each rank has of them. It may grow to
-    `most` columns. `device` (R, n, 4): how long the rank's device waited for its host, and of how much of its
-    time that is known, ms; how many steps before this column the device's clock was not read in, and how long
-    these took on the host, ms (see `UNREAD`). None where no rank has a device clock.
+    Sums over steps, in `end` columns. `busy` (R, n), `d` (R, n, 6) in ms; `count` (R, n): number of steps of
+    each rank. For the steps `first` to `last` (n,): `exposed` (n, 6) in ms, the number of steps (`steps`), of
+    steps with exposed time (`chained`) and beyond the warm-up (`warm`), and of `rows` per rank. It may grow
+    to `most` columns. `device` (R, n, 4): time in ms that the rank's device waited for its host, and time in
+    ms for which this is known; number of steps before this column in which the device's clock was not read,
+    and their time on the host in ms (see `UNREAD`). None if no rank has a device clock.
     """
 
     def __init__(self, ranks: int, size: int = 0, *, most: int = 0, many: bool = False) -> None:
@@ -125,7 +125,7 @@ class StepSums:
         return made
 
     def go_on(self, other: StepSums) -> None:
-        """Add the first column of `other` to the last column: it is the beginning of the same step."""
+        """Add the first column of `other` to the last column, because it is a part of the same step."""
         self.like(other)
         last_column, others = self.end - 1, other.columns()
         for name, mine in self.columns().items():
@@ -242,7 +242,10 @@ def stages_in(store: StepSums, part: slice, per: int) -> tuple[Int64, Int64, Arr
 
 
 class Timeline(NamedTuple):
-    """How long a rank took for the steps `first` to `last` (n,) each: `took` ns (n,), no gap between."""
+    """
+    Time of a rank for the steps `first` to `last` (n,) of each entry: `took` (n,) ns. There are no gaps
+    between entries.
+    """
 
     first: Int64
     last: Int64
@@ -257,12 +260,11 @@ def of_rows(keys: Int64, rows: Int64) -> Timeline:
 
 def span(line: Timeline, end_ns: int, from_step: int | None, to_step: int | None) -> tuple[int, int] | None:
     """
-    Return when a rank went through the steps `from_step` to `to_step` (ns since the epoch), None where it has
-    none of them. The newest had come by `end_ns`.
+    Return when a rank went through the steps `from_step` to `to_step` (ns since the epoch); None if it has
+    none of these steps. The newest row had arrived by `end_ns`.
 
-    Steps follow one another without a gap, so the time of each is known from those after it. Dropped rows,
-    and the delivery of the last ones, make it that much later or earlier; steps of a sum count as
-    equally long.
+    Steps follow one another without a gap, so the time of each is known from the later ones. Dropped rows,
+    and the delivery of the last rows, shift it by their duration. The steps of a sum count as equally long.
     """
     begins, ends = from_step or 0, to_step if to_step is not None else 1 << 62
     inside = np.flatnonzero((line.last >= begins) & (line.first <= ends))
@@ -278,8 +280,8 @@ def span(line: Timeline, end_ns: int, from_step: int | None, to_step: int | None
 
 def ended(line: Timeline, end_ns: int) -> tuple[Int64, Int64]:
     """
-    Return step numbers (n,), and when a rank finished each of them, in ns since the epoch (n,);
-    see `span`.
+    Return step numbers (n,), and when a rank finished each step, in ns since the epoch
+    (n,); see `span`.
     """
     return line.last, end_ns - (line.took.sum() - np.cumsum(line.took))
 
@@ -291,8 +293,8 @@ def _share(line: Timeline, index: int, steps: int) -> int:
 
 def trained_since(line: Timeline, end_ns: int, warmup: int) -> int:
     """
-    Return since when (ns since the epoch) a rank was through the first `warmup` of its steps; `end_ns`
-    where it is not. `line` and `end_ns` are as for `span`.
+    Return when a rank had finished its first `warmup` steps (ns since the epoch); `end_ns` if it has not.
+    `line` and `end_ns` are as for `span`.
     """
     warm = span(line, end_ns, int(line.first[0]) + warmup, None) if len(line.first) else None
     return end_ns if warm is None else warm[0]
@@ -300,7 +302,10 @@ def trained_since(line: Timeline, end_ns: int, warmup: int) -> int:
 
 _LEAST_MS = 1e-3
 _FINEST = math.log1p(0.01) / 8
-"""Of up to `_FINE_RANKS` ranks a quantile is within 0.125 %, of twice as many within 0.25 %, …"""
+"""
+Width of the bins for up to `_FINE_RANKS` ranks: a quantile is within 0.125 %; for twice as many ranks within
+0.25 %, …
+"""
 _FINE_RANKS = 64
 _WITHIN_1 = 512, 4096
 """Numbers of ranks between which a quantile is within 1 %. Beyond the second one memory matters more."""
@@ -311,9 +316,11 @@ UInt32 = npt.NDArray[np.uint32]
 
 class Histograms:
     """
-    `count` histograms of durations (ms). Bins grow by e^`width`: a quantile is off by that factor at most.
+    `count` histograms of durations (ms). The width of bins grows by the factor e^`width`, which is also the
+    largest error of a quantile.
 
-    What is shorter than 1 µs counts as 0. Adding in any order and in any pieces gives the same.
+    Durations below 1 µs count as 0. The result does not depend on the order or the pieces in which values are
+    added.
     """
 
     def __init__(self, count: int, width: float, longest_ms: float) -> None:
@@ -322,7 +329,7 @@ class Histograms:
         self._counts: UInt32 = np.zeros((count, bins), dtype=np.uint32)
 
     def add(self, values: Values) -> None:
-        """Add `values` (n, count); NaN is none."""
+        """Add `values` (n, count). NaN is ignored."""
         self._add(self._counts, values)
 
     def quantile(self, share: float, more: Values) -> Float:
@@ -378,10 +385,10 @@ class Histograms:
 
 class SummedSteps:
     """
-    Steps beyond the warm-up that were summed up: how many (`steps`), from `first` to `last`, with how many
-    `rows` of each rank; sums (ms) of `exposed` time (6,) and of each rank's stages `d` (R, 6), of `counts`
-    (R,) steps, and of `idle` (R, 2), see `StepSums.device`. In histograms: the `step`, the `busy` time of
-    each rank and, where asked for, its `stages`.
+    Sums of steps beyond the warm-up: the number of steps (`steps`), from `first` to `last`, and of `rows` per
+    rank. Sums in ms of `exposed` time (6,) and of each rank's stages `d` (R, 6), over `counts` (R,) steps,
+    and of `idle` (R, 2), see `StepSums.device`. Histograms of the `step`, the `busy` time of each rank and,
+    if requested, its `stages`.
     """
 
     def __init__(self, ranks: int, limits: Thresholds, *, stages: bool) -> None:
@@ -434,14 +441,14 @@ class SummedSteps:
 
 
 def busy_of(store: StepSums, columns: Int64) -> Array:
-    """Return the busy time in some columns, of one step each (n, R) ms; NaN where a rank has none."""
+    """Return the busy time in some columns of one step each (n, R), in ms; NaN if a rank has no time."""
     return np.where(store.count[:, columns] > 0, store.busy[:, columns], np.nan).T
 
 
 def stages_of(store: StepSums, columns: Int64) -> Array:
     """
-    Return the stages of all ranks in some columns, of one step each (n, R × 6), in ms; NaN where a rank has
-    none.
+    Return the stages of all ranks in some columns of one step each (n, R × 6), in ms; NaN if a rank has no
+    time.
     """
     d = np.where((store.count[:, columns] > 0)[..., None], store.d[:, columns], np.nan)
     return d.transpose(1, 0, 2).reshape(len(columns), -1)
@@ -455,8 +462,8 @@ def _width(ranks: int) -> float:
 
 class StepStats:
     """
-    Statistics of the steps in `columns` (n,) of `store`, and of those in `older`; times in ms, of R ranks.
-    A rank without any of these steps has NaN.
+    Statistics of the steps in `columns` (n,) of `store`, and of the steps in `older`. Times are in ms, for R
+    ranks; NaN for a rank without any of these steps.
     """
 
     def __init__(self, store: StepSums, columns: Int64, older: SummedSteps | None) -> None:
@@ -471,7 +478,7 @@ class StepStats:
         ends = [(older.first, older.last)] if self._older and older else []
         ends += [(int(store.first[columns[0]]), int(store.last[columns[-1]]))] if len(columns) else []
         self.between = (ends[0][0], ends[-1][1]) if ends else (0, 0)
-        """The first and the last of these steps."""
+        """First and last of these steps."""
 
     @property
     def error_pct(self) -> float:
@@ -498,7 +505,7 @@ class StepStats:
         return self._older.busy.quantile_of_all(share, ms)
 
     def stages(self) -> Float:
-        """Return the median of each rank's stages (R, 6), in ms. Only the steps of a report have it."""
+        """Return the median of each rank's stages (R, 6), in ms. Only the history of a report has it."""
         ms, older = stages_of(self._store, self._columns), self._older
         if older is None:
             return quantiles(ms, (0.5,)).reshape(-1, N_STAGES)
@@ -554,17 +561,17 @@ class FirstSteps(msgspec.Struct, frozen=True, kw_only=True):
 
 def first_steps(d: Int64, split: Bool, ranks: Int64, usual_ns: float, run_ns: float) -> FirstSteps | None:
     """
-    Return what the first steps of a run cost; None where that is less than a tenth of it, or than 2 s.
+    Return the cost of the first steps of a run; None if it is less than a tenth of the run, or than 2 s.
 
     The time before the first step begins (imports, building the model) is the `post_sync` of its row and does
     not count.
 
     Args:
-        d: the rows of the first steps of the run, one a step, ns (K, R, 6).
-        split: whether a rank's waiting is separate from its backward in all of these (R,).
-        ranks: their numbers (R,).
-        usual_ns: what a step takes afterwards.
-        run_ns: how long the run took.
+        d: rows of the first steps of the run, one per step, ns (K, R, 6).
+        split: whether a rank's waiting is separate from its backward in all of these rows (R,).
+        ranks: numbers of the ranks (R,).
+        usual_ns: time of a later step, ns.
+        run_ns: time of the run, ns.
     """
     work = d[:, :, :SYNC_WAIT].copy()
     work[:1, :, POST_SYNC] = 0
@@ -592,7 +599,10 @@ def first_steps(d: Int64, split: Bool, ranks: Int64, usual_ns: float, run_ns: fl
 
 
 def _longest(by_rank: Int64) -> Int64:
-    """Return the indices of the ranks, fewer than half of them, that took longer than all others."""
+    """
+    Return the indices of the ranks that took longer than all others; they are fewer than
+    half of the ranks.
+    """
     most, middle = int(by_rank.max()), int(np.sort(by_rank)[(len(by_rank) - 1) // 2])
     if most - middle < _APART * most:
         return np.empty(0, np.int64)

@@ -110,8 +110,8 @@ class StepStore:
         most: int = MAX_BINS,
     ) -> Columns:
         """
-        Return the newest steps, or those of a part of the run in at most `most` columns (one more where it
-        begins inside a sum); `stage` of `values`.
+        Return the newest steps, or a part of the run in at most `most` columns (one more if it begins inside
+        a sum). `values` shows `stage`.
 
         With `since`, only the columns that end at that step or later.
         """
@@ -266,8 +266,8 @@ class StepStore:
 
     def stats(self, newest: int | None = None) -> StepStats | None:
         """
-        Return statistics of all steps beyond the warm-up, or of the `newest` of them. None if
-        there are none.
+        Return statistics of all steps beyond the warm-up, or of the `newest` ones. None if there are no such
+        steps.
         """
         store, older = self._newest, self._older if newest is None else None
         indices = np.flatnonzero(store.warm[: store.end])

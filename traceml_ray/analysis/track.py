@@ -1,4 +1,4 @@
-"""One finding, followed from window to window in the job's own time: how long it lasts, and its cost."""
+"""A finding that is followed from window to window in the job's own time: how long it lasts, and its cost."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ def with_cost(
     cost_range: tuple[float, float] | None = None,
 ) -> Verdict:
     """
-    Return the `verdict` of a window with the cost of more than that, and what fixing it saves in its `why`.
+    Return the `verdict` of a window with the cost over a longer time, and a sentence in its `why` on what
+    fixing it saves.
 
     Args:
-        verdict: of the window, which does not say yet what it costs.
-        cost_s: time that was waited for what it names, s,
-        of_s: of so much time, s: that of its episode, or of the run.
-        ranks: how many waited.
-        cost_range: of the cost, over the windows, %.
+        verdict: verdict of the window, without a cost.
+        cost_s: time that ranks waited for the named cause, in s.
+        of_s: time that the cost is a share of, in s: that of the episode, or of the run.
+        ranks: number of ranks that waited.
+        cost_range: range of the cost over the windows, in %.
     """
     cost = min(100.0, 100 * cost_s / max(of_s, 1e-9))
     alone, together = verdict.gain_pct, verdict.cost_pct
@@ -82,7 +83,10 @@ def with_suspects(verdict: Verdict) -> Verdict:
 
 MAX_LEVELS = 1000
 _APART, _RECURS = 10, 3
-"""What is late so many steps apart has to be so often before it is named: two stalls recur by chance."""
+"""
+A finding that is late at intervals of at least the first number of steps must be late as many times as the
+second number before it is named: two stalls recur by chance.
+"""
 _MISSES = 1.5
 """A recurring finding is gone after this multiple of its longest gap without a late step."""
 TURNS = 10
@@ -93,9 +97,9 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     """
     A named finding from its first late step to its last, and its cost.
 
-    `cost_s` is by how much it made the job longer, `rank_hours` that on all ranks that exchange gradients
-    with the late ones, `cost_pct` its share of the episode, `cost_range_pct` the range of that share over
-    the windows (p10, p90).
+    `cost_s` is the time by which it made the job longer. `rank_hours` is this time on all ranks that exchange
+    gradients with the late ones. `cost_pct` is the cost as a share of the episode, `cost_range_pct` the range
+    of that share over the windows (p10, p90).
     """
 
     label: Label
@@ -121,10 +125,10 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
 
 class Clock:
     """
-    How long the job has run since the first row, ns, from the rows alone.
+    Time of the job since its first row, ns, from the rows alone.
 
-    Steps in no window count as long as those after them, and those between the steps of windows, where only
-    one in some has times, as long as these.
+    Steps in no window count as long as the steps after them. If only some steps have times, the steps between
+    those of windows count as long as these.
     """
 
     def __init__(self, thresholds: Thresholds) -> None:
@@ -134,7 +138,7 @@ class Clock:
         self.steps: Int64 = np.empty(0, dtype=np.int64)
         """Step numbers (S,) of the last window."""
         self.every = 1
-        """Stride of the steps that have times: one in so many has."""
+        """Stride of the steps that have times: one step in every `every` has times."""
         self._step_ns: Int64 = self.steps
         self._longest = thresholds.max_step_ns
 
@@ -188,8 +192,8 @@ class FindingTrack:
         """Largest cost of an overlapping finding that was dropped, in ns."""
         self.seen = self.exact = self.missed = 0
         """
-        Number of windows that show it; `exact` of them with the same label and stages; `missed` do not show
-        it.
+        Number of windows that show the finding. `exact` counts the windows with the same label and stages,
+        `missed` those that do not show it.
         """
         self.levels: list[tuple[int, Float]] = []
         """
@@ -198,7 +202,7 @@ class FindingTrack:
         """
         self.ranks = 1
         self.events = 1
-        """Number of times that it was late, separated by more than ten steps that were not."""
+        """Number of times that the finding was late, separated by more than ten steps that were not late."""
         self.gap = 0
         """Largest number of steps from one late step to the next."""
         self.shown = True
@@ -213,7 +217,7 @@ class FindingTrack:
         self._shares: deque[float] = deque(maxlen=MAX_LEVELS)
 
     def supports(self, current: Verdict) -> bool:
-        """Whether `current` names what this finding names, and maybe more."""
+        """Whether `current` names everything that this finding names, and maybe more."""
         return contains(current, self.verdict)
 
     def matches(self, current: Verdict) -> bool:
@@ -290,8 +294,9 @@ class FindingTrack:
 
     def gone(self, clock: Clock, thresholds: Thresholds, *, named: bool) -> bool:
         """
-        Whether no step has been late for as long as it takes to be named. What recurs (a checkpoint every 20
-        steps) is not gone while windows show it, and, once it is `named`, its late steps come as before.
+        Whether no step has been late for as long as it takes to be named. A recurring finding (a checkpoint
+        every 20 steps) is not gone while windows show it and, once it is `named`, while its late steps come
+        at the same intervals.
         """
         hold_ns = thresholds.hold_of(self.verdict.label) * 1e9
         silent = int(clock.steps[-1]) - self.last
@@ -383,7 +388,10 @@ class Recurring:
 
 
 def _places(verdict: Verdict, window: Window) -> list[int]:
-    """Return the indices in `window` of the named ranks; of all ranks if none is named."""
+    """
+    Return the indices in `window` of the named ranks. If no rank is named, return the
+    indices of all ranks.
+    """
     places = [place for place, rank in enumerate(window.ranks.tolist()) if rank in verdict.ranks]
     return places if verdict.ranks else list(range(len(window.ranks)))
 
@@ -415,7 +423,7 @@ def alike(one: Verdict, other: Verdict) -> bool:
 
 
 def overlap(one: Verdict, other: Verdict) -> bool:
-    """Whether both verdicts may count the same late step; then only one of them may."""
+    """Whether both verdicts may count the same late step. Only one of them may then count it."""
     if not (one.meaning.names == other.meaning.names == "ranks"):
         return one.label == other.label
     alike = not one.ranks or not other.ranks or same_ranks(one, other)
@@ -423,15 +431,16 @@ def overlap(one: Verdict, other: Verdict) -> bool:
 
 
 def may_share_steps(one: Verdict, other: Verdict) -> bool:
-    """Whether both verdicts may count the same late step, while it is not known which of them is right."""
+    """Whether both verdicts may count the same late step while it is not known which verdict is right."""
     return "none" in (one.meaning.names, other.meaning.names) or overlap(one, other)
 
 
 def late_from(step: int, current: Verdict, evidence: Evidence, rest: Thresholds | None) -> int | None:
     """
-    Return the first step from `step` on that is late by `current`, None without any.
+    Return the first step from `step` on that is late by `current`; None if there is none.
 
-    With `rest` given, the steps from there on must show it by themselves: cost `min_excess` of their time.
+    With `rest` given, the steps from there on must show the finding by themselves: it must cost `min_excess`
+    of their time.
     """
     window = evidence.window
     since = window.steps >= step
@@ -443,7 +452,7 @@ def late_from(step: int, current: Verdict, evidence: Evidence, rest: Thresholds 
 
 
 def level_of(evidence: Evidence) -> Float:
-    """Return the largest excess of a window, by each of PATTERNS (3,)."""
+    """Return the largest excess in a window for each of PATTERNS (3,)."""
     return np.array([evidence.by_pattern[pattern].max() for pattern in PATTERNS])
 
 

@@ -1,10 +1,11 @@
 """
-Why ranks are uneven: what share of the variance of their work the sizes of their batches explain, and where
-the rest of it is; how evenly routers use their experts. Pure functions of arrays; S steps, R ranks.
+Why ranks are uneven: the share of the variance of their work that the sizes of their batches explain, and the
+stages that have the rest; also how evenly routers use their experts. Pure functions of arrays; S steps, R
+ranks.
 
-What is explained is a rank's local work in a step, less the mean of all ranks in that step, less the mean
-of that rank over all steps: a rank that is late in every step is another finding, and a step that is long
-for all ranks makes nobody wait.
+The explained quantity is a rank's local work in a step, minus the mean of all ranks in that step, minus the
+mean of that rank over all steps. A rank that is late in every step is another finding, and a step that is
+long for all ranks makes no rank wait.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def amounts(
     pieces: Mapping[int, Iterable[StepSizes]], ranks: Iterable[int], steps: Int64
 ) -> dict[str, Float]:
     """
-    Return the sizes of the batches of `ranks` in `steps` (S,), ascending, by name: (S, R), NaN where not
-    known. `pieces` are by rank. Raises ValueError, see `unpacked`.
+    Return the batch sizes of `ranks` in `steps` (S,), ascending: name → (S, R), NaN if not known. `pieces`
+    are by rank. Raises ValueError, see `unpacked`.
     """
     ranks = [*ranks]
     sizes = np.full((2, len(steps), len(ranks)), np.nan)
@@ -55,15 +56,16 @@ def amounts(
 
 
 class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens of the experts of one router, of all ranks together."""
+    """Tokens of the experts of one router, over all ranks together."""
 
     router: str
+    """Name of the router."""
     experts: int
     tokens: int
     most: int
-    """Index of the expert with most tokens."""
+    """Index of the expert with the most tokens."""
     times_mean: float
-    """Tokens of the expert with most, as a multiple of the mean over all experts."""
+    """Tokens of that expert as a multiple of the mean over all experts."""
     idle: int
     """Number of experts without a token."""
 
@@ -105,20 +107,29 @@ def _load(router: str, counts: Sequence[int]) -> ExpertLoad:
 MIN_STEPS = 20
 """Number of steps below which no reason is given."""
 _SIGMAS, _INDEPENDENT = 5.0, 10.0
-"""A correlation counts from so many standard errors on, and from so many independent pairs."""
+"""Smallest number of standard errors, and of independent pairs, for which a correlation counts."""
 _LAGS = 256
 """Number of steps over which the persistence of work and sizes is measured."""
 _ALMOST_1 = 1 - 1e-9
 _HOLDS = 0.5
 """Share of the variance from which on one thing is named as the reason."""
 _BEYOND = 0.03
-"""By how much more tokens must explain than samples do: with samples of one length both explain the same."""
+"""
+Smallest difference by which tokens must explain more than samples: with samples of one length both explain
+the same.
+"""
 FEW, _IN_FEW = 0.05, 0.7
-"""Pauses: this share of all cells (steps × ranks) holds at least that share of the variance."""
+"""
+Pauses are the reason if the first share of all cells (steps × ranks) has at least the second share of the
+variance.
+"""
 _KNOWN_STEPS, _KNOWN_RANKS = 0.5, 0.5
-"""Least share of the steps in which a rank's sizes are known, and of the ranks of which they are."""
+"""Smallest share of the steps in which a rank's sizes must be known, and smallest share of such ranks."""
 _MORE, _IN_PART = 0.02, 0.1
-"""By this share the batches of a rank must be larger to be mentioned, and explain that much."""
+"""
+Smallest share by which a rank's batches must be larger to be mentioned, and smallest share that they must
+explain.
+"""
 _OF_STAGES: tuple[ReasonKind, ...] = ("data", "between_steps")
 _GROUPS: Mapping[str, tuple[int, ...]] = {
     "data": (DATA, PREPARE),
@@ -137,7 +148,7 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True):
     `unknown`: too little is known to say.
     """
     share: float | None = None
-    """Share that `what` explains, or that is in these stages."""
+    """Share of the variance that `what` explains, or that is in these stages."""
     tokens: float | None = None
     """Share that tokens explain. None: not known, or no more than chance explains."""
     samples: float | None = None
@@ -172,7 +183,7 @@ class Fit(NamedTuple):
     sigmas: float
     """Fisher transform of the correlation, in standard errors of one that is only chance."""
     independent: float
-    """Number of pairs that are as good as independent."""
+    """Number of pairs that are effectively independent."""
 
     @property
     def counts(self) -> bool:
@@ -181,14 +192,14 @@ class Fit(NamedTuple):
 
 
 class Amounts(NamedTuple):
-    """The sizes of the ranks' batches where enough of them are known."""
+    """Batch sizes of the ranks, for the steps and ranks in which enough of them are known."""
 
     values: Mapping[str, Float]
     """Amounts by name (`samples`, `tokens`): (S', R')."""
     steps: Bool
-    """Which steps (S,) the amounts are known of."""
+    """Whether the amounts of each step are known (S,)."""
     ranks: Bool
-    """Which ranks (R,) the amounts are known of."""
+    """Whether the amounts of each rank are known (R,)."""
 
 
 def unevenness(work: Int64 | Float) -> Float:
@@ -201,12 +212,12 @@ def unevenness(work: Int64 | Float) -> Float:
 
 def fit(work: Int64 | Float, amount: Float) -> Fit | None:
     """
-    Return how well `amount` (S, R) explains the unevenness of `work` (S, R), one slope for all ranks; None
-    where either does not vary, or there are fewer than `MIN_STEPS` steps or 2 ranks.
+    Return how well `amount` (S, R) explains the unevenness of `work` (S, R), with one slope for all ranks.
+    None if either does not vary, or there are fewer than `MIN_STEPS` steps or 2 ranks.
 
-    Of a correlation r by chance, atanh(r) varies by 1 / √(n − 3) (Fisher), n = (S / τ − 1)(R − 1) and
-    τ = 1 + 2 Σ ρ_work(k) ρ_amount(k), the autocorrelations over steps (Bartlett): of lengths that stay for 20
-    steps, 50 steps are hardly three.
+    For a correlation r by chance, atanh(r) varies by 1 / √(n − 3) (Fisher), with n = (S / τ − 1)(R − 1) and τ
+    = 1 + 2 Σ ρ_work(k) ρ_amount(k), the autocorrelations over steps (Bartlett). If lengths stay for 20 steps,
+    50 steps count for hardly three.
     """
     steps, ranks = work.shape
     if steps < MIN_STEPS or ranks < 2:
@@ -240,8 +251,8 @@ def explained(work: Int64 | Float, amount: Float) -> Fit | None:
 
 def known_amounts(amounts: Mapping[str, Float]) -> Amounts | None:
     """
-    Return the amounts (S, R; NaN is not known) of the ranks and steps of which there are enough; None where
-    there are not. A rank that lacks most steps is left out, then each step that some other rank lacks.
+    Return the amounts (S, R; NaN: not known) for the ranks and steps in which enough are known; None if too
+    few are. A rank that lacks most steps is left out, then each step that some other rank lacks.
     """
     known = {name: ~np.isnan(values) for name, values in amounts.items()}
     usable = {name: seen.mean(axis=0) >= _KNOWN_STEPS for name, seen in known.items() if seen.size}
@@ -260,8 +271,8 @@ def known_amounts(amounts: Mapping[str, Float]) -> Amounts | None:
 
 def stage_shares(work: Int64 | Float) -> dict[str, float]:
     """
-    Return the share of the variance of the ranks' work, (S, R, 6) local stages, that is in each group of
-    stages: the covariance with the sum. They add up to 1; one that evens out another is negative.
+    Return the share of the variance of the ranks' work (S, R, 6) in each group of local stages: its
+    covariance with the sum. The shares add up to 1. A group that evens out another one has a negative share.
     """
     whole = unevenness(work.sum(axis=2))
     total = float((whole * whole).sum())
@@ -273,9 +284,9 @@ def stage_shares(work: Int64 | Float) -> dict[str, float]:
 
 def pauses(work: Int64 | Float) -> float | None:
     """
-    Return what share of the squares of what ranks work beyond the lower median of their step is in the `FEW`
-    cells (S, R) with most of it; None where that is not most of it. Beside a mean, the ranks without a pause
-    would seem to differ as well.
+    Return the share of the squared excess that is in the `FEW` largest cells (S, R); None if it is not most
+    of it. The excess is a rank's work beyond the lower median of its step. Compared with a mean, the ranks
+    without a pause would seem to differ as well.
     """
     values = np.asarray(work, np.float64)
     middle = np.sort(values, axis=1)[:, (values.shape[1] - 1) // 2]
@@ -292,10 +303,10 @@ def reason_of(
     Return why ranks are uneven.
 
     Args:
-        work: the local stages of each rank in each step, ns (S, R, 6), 0 in a stage that is a wait.
-        amounts: the sizes of their batches by name (`samples`, `tokens`), (S, R), NaN where not known.
-        ranks: their numbers (R,).
-        uneven_experts: routers are watched, and give some experts far more tokens than others.
+        work: time of each rank's local stages in each step, ns (S, R, 6); 0 in a waiting stage.
+        amounts: batch sizes by name (`samples`, `tokens`), (S, R), NaN if not known.
+        ranks: numbers of the ranks (R,).
+        uneven_experts: whether watched routers give some experts far more tokens than others.
     """
     if len(work) < MIN_STEPS or work.shape[1] < 2:
         return Reason(what="unknown", steps=len(work))
@@ -317,14 +328,14 @@ def reason_of(
 
 def reason_of_more(work: Int64, amounts: Mapping[str, Float], named: Bool) -> Reason | None:
     """
-    Return what larger batches explain of what some ranks work longer than the others in every step; None
-    where their batches are not larger, or only by chance, explain a tenth at most, or are not known of most
+    Return how much of the longer work of some ranks, in every step, their larger batches explain. None if
+    their batches are not larger, are larger only by chance, explain at most a tenth, or are not known in most
     steps.
 
     Args:
         work: forward and backward of each rank in each step, ns (S, R).
         amounts: as for `reason_of`.
-        named: which ranks work longer (R,).
+        named: whether each rank works longer (R,).
     """
     work, amounts = _where_seen(work, amounts)
     longer = _times(work.astype(np.float64), named) - 1
@@ -370,7 +381,7 @@ def _is_larger(values: Float, named: Bool) -> bool:
 
 
 def _times(values: Float, named: Bool) -> float:
-    """Return the ratio of what the named ranks have per step to the median of the others."""
+    """Return the ratio of the named ranks' amounts per step to the median of the others."""
     with np.errstate(divide="ignore", invalid="ignore"):
         mean = np.nanmean(values, axis=0)
         return float(mean[named].mean() / np.median(mean[~named]))
@@ -378,8 +389,8 @@ def _times(values: Float, named: Bool) -> float:
 
 def _where_seen(work: Int64, amounts: Mapping[str, Float]) -> tuple[Int64, Mapping[str, Float]]:
     """
-    Return work (S, R, …) and amounts of the steps in which the size of some rank's batch is known, where
-    these are enough: the newest have not come yet, and those of old steps are no longer there.
+    Return work (S, R, …) and amounts of the steps in which the batch size of some rank is known, if these are
+    enough. The newest sizes have not arrived yet, and old ones are no longer stored.
     """
     seen = np.zeros(len(work), bool)
     for values in amounts.values():
@@ -390,7 +401,7 @@ def _where_seen(work: Int64, amounts: Mapping[str, Float]) -> tuple[Int64, Mappi
 
 
 def _unknown(amounts: Mapping[str, Float], ranks: Int64) -> tuple[int, ...]:
-    """Return the ranks most of whose sizes are not known, by any name."""
+    """Return the ranks for which most sizes are not known, by any name."""
     lacking = np.ones(len(ranks), bool)
     for values in amounts.values():
         lacking &= np.isnan(values).mean(axis=0) > 1 - _KNOWN_STEPS
@@ -399,8 +410,8 @@ def _unknown(amounts: Mapping[str, Float], ranks: Int64) -> tuple[int, ...]:
 
 def _by_sizes(work: Int64, amounts: Mapping[str, Float]) -> dict[str, Any]:
     """
-    Return the shares that sizes of batches explain of work (S, R, 6), and which of them is `named`; else
-    whether one `may_explain` most of it, but has taken too few values to be told from chance.
+    Return the shares of work (S, R, 6) that batch sizes explain, and the size that is `named`; or else
+    whether one `may_explain` most of it, but has too few different values to be distinguished from chance.
     """
     whole = work.sum(axis=2)
     fits = {name: fit(whole, amount) for name, amount in amounts.items()}

@@ -1,4 +1,4 @@
-"""The verdict over one window of steps: who, where, what it costs, and how sure."""
+"""The verdict over one window of steps: the ranks, the place, the cost, and the confidence."""
 
 from __future__ import annotations
 
@@ -28,20 +28,30 @@ _OF_WINDOW = ("to_step", "coverage", "window_steps", "suspects", "exposed_ms", "
 
 class Suspect(msgspec.Struct, frozen=True, kw_only=True):
     """
-    One rank late out of one stage.
+    One rank that is late out of one stage.
 
-    `excess_ms` is its lasting excess over its peers per step or, where that is more, the time per step that
-    the others waited for it; `share` is that over the mean step (0..1); `gain_ms` is by how much a step gets
-    shorter when this one alone is fixed, `cost_pct` that as a share of the time.
+    `excess_ms` is its lasting excess over its peers per step or, if that is more, the time per step that the
+    others waited for it. `share` is this as a share of the mean step (0..1). `gain_ms` is the time by which a
+    step gets shorter if only this cause is fixed; `cost_pct` is that as a share of the time.
     """
 
     stage: str
+    """Stage in which the rank is late."""
     rank: int
+    """Global rank."""
     node: str
+    """Label of the rank's node."""
     excess_ms: float
+    """
+    Lasting excess over its peers per step or, if that is more, the time per step that the others waited for
+    it (ms).
+    """
     share: float
+    """`excess_ms` as a share of the mean step, from 0 to 1."""
     gain_ms: float
+    """Time by which a step gets shorter if only this cause is fixed (ms)."""
     cost_pct: float = 0.0
+    """`gain_ms` as a share of the time, in %."""
 
 
 class Stack(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,9 +81,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     excess_pct: float | None = None
     """Lateness of `rank` in `stage`, in % of the mean step. For `group_wide`: of all ranks together."""
     gain_pct: float | None = None
-    """What fixing `stage` alone saves, in % of what `about` says."""
+    """Saving if `stage` alone is fixed, in % of the time given by `about`."""
     cost_pct: float | None = None
-    """Cost of all that is named together, in % of what `about` says."""
+    """Cost of all named causes together, in % of the time given by `about`."""
     cost_range_pct: tuple[float, float] | None = None
     """Range of `cost_pct` over the windows (p10, p90), if there were several."""
     about: Literal["now", "run"] = "now"
@@ -112,7 +122,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
     next: str = ""
     note: str = ""
-    """A sentence on a finding that is too brief to be named yet, or that the named one is not seen now."""
+    """Sentence on findings that are too brief to be named yet, or on a named one that is not visible now."""
     last_step: int | None = None
     open_stage: str | None = None
     exit_reason: str | None = None
@@ -138,7 +148,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     z: float | None = None
     """Number of standard errors by which `rank` is late more often than by chance."""
     at_most: bool = False
-    """Whether fixing it may save less than `gain_pct`."""
+    """Whether fixing the cause may save less than `gain_pct`."""
     saving: str = ""
     """The sentence of `why` on what fixing the finding saves. "" if it has none."""
 
@@ -154,7 +164,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Judged(NamedTuple):
-    """What the rules find in a window: the verdict, and the evidence, where there is any."""
+    """Result of the rules in a window: the verdict, and the evidence if there is any."""
 
     verdict: Verdict
     evidence: Evidence | None
@@ -172,19 +182,19 @@ def judge_window(
     past: PastSteps | None = None,
 ) -> Judged:
     """
-    Return what the rules find in `window`; never raises.
+    Return the result of the rules in `window`; never raises.
 
-    `whole_run` only changes the wording. Without a `baseline` nothing can be `group_wide`. `chronic` is left
-    to `history`, which has seen more windows. `past` has more steps, by which chance is measured. What fixing
-    a finding saves is not said in its `why` yet, see `track.with_cost`.
+    `whole_run` only changes the wording. Without a `baseline` nothing can be `group_wide`. `history` sets
+    `chronic`, because it has seen more windows. `past` has more steps, by which chance is measured.
+    `track.with_cost` adds the saving of a fix to `why`.
 
-    Each group of ranks that exchange gradients is judged by itself. The verdict and the evidence are those
-    of the one that matters most: something named before an abstention before healthy, of several named
-    the one that costs most, unless one that names a rank of `followed` costs nearly as much
-    (`keep_group`). With several groups nothing is `group_wide`, and of healthy ones there is no
-    evidence, so that no baseline is learned: a baseline is of one frontier.
+    Each group of ranks that exchange gradients is judged by itself. Verdict and evidence are those of the
+    most important group: a finding comes before an abstention, which comes before healthy. Of several
+    findings it is the costliest, unless one that names a rank of `followed` costs nearly as much
+    (`keep_group`). With several groups nothing is `group_wide`, and healthy groups return no evidence, so
+    that no baseline is learned: a baseline belongs to one frontier.
 
-    Frontier: StageFrontier, arXiv 2606.06751; the rules are ours.
+    Frontier: StageFrontier, arXiv 2606.06751; the rules are our own.
     """
     judged = _of_groups(window, thresholds, whole_run, baseline, followed, past)
     if any(window.roles):
@@ -330,7 +340,10 @@ def _named(
 
 
 def _at_most(finding: Finding, evidence: Evidence) -> bool:
-    """Return whether fixing it may save less than it costs: what hosts do at the same time is not known."""
+    """
+    Return whether fixing the finding may save less than its cost, because the hosts' simultaneous work is not
+    known.
+    """
     if finding.label == "co_critical":
         return finding.hosts
     return finding.at_most or bool(evidence.host_bound and finding.label != "imbalance")
@@ -358,7 +371,7 @@ def _group_wide(drift: Drift, evidence: Evidence, thresholds: Thresholds, facts:
 
 
 def _timing(finding: Finding, evidence: Evidence) -> Timing:
-    """Return when the first cause is late, and since when."""
+    """Return when the first cause is late, and since which step."""
     causes = finding.causes if finding.label == "straggler" else finding.causes[:1]
     late = late_steps(evidence.series(*causes))
     if finding.new:  # the evidence begins where it does
@@ -371,14 +384,15 @@ def _timing(finding: Finding, evidence: Evidence) -> Timing:
 
 def _confidence(finding: Finding, evidence: Evidence, timing: Timing | None, thresholds: Thresholds) -> str:
     """
-    Return how sure a finding, or a healthy window, is.
+    Return the confidence of a finding, or of a healthy window.
 
-    **high** when every rank reports, the window is full, the excess is at least `high_excess` and the rank is
-    late in at least `high_late_share` of the steps since it began; **low** with fewer than
-    `first_window_steps`, or late in fewer than 60 % of them; else **medium**, which is also the most for two
-    stages, several causes, a rotating rank, what comes and goes, what the newest steps alone show, and stages
-    merged by a missing mark. Healthy is high on a full window of all ranks. What is named while devices wait
-    for their hosts is low: a host that is last need not be slower than the others.
+    **high**: every rank reports, the window is full, the excess is at least `high_excess`, and the rank is
+    late in at least `high_late_share` of the steps since the cause began. **low**: fewer than
+    `first_window_steps` steps, or late in fewer than 60 % of them. Otherwise **medium**. Medium is also the
+    highest confidence for two stages, several causes, a rotating rank, a finding that comes and goes, one
+    that only the newest steps show, and stages merged by a missing mark. Healthy is high on a full window of
+    all ranks. A finding is low while devices wait for their hosts: the host that is last need not be slower
+    than the others.
     """
     window = evidence.window
     if evidence.host_bound and finding.label != "healthy":

@@ -1,4 +1,4 @@
-"""A verdict and the episodes of a run, as they are answered and stored in a summary."""
+"""The structs in which a verdict and the episodes of a run are returned, and stored in a summary."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from traceml_ray.analysis.verdict import Stack, Verdict
 
 
 class VerdictInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong, where, what it costs, and what to do. Labels: docs/concepts/verdicts.md."""
+    """What is wrong, where, its cost, and what to do. Labels: docs/concepts/verdicts.md."""
 
     label: Label
     stage: str | None
-    """The first of `stages`."""
+    """First of `stages`; None: no stage is named."""
     stages: list[str]
     rank: int | None
-    """The worst of `ranks`."""
+    """Worst of `ranks`; None: no rank is named."""
     ranks: list[int]
     node: str | None
     nodes: list[str]
     confidence: str | None
     """low, medium or high; None if nothing is judged."""
     excess_pct: float | None
-    """By how much `rank` is late out of `stage`, of the mean step; of `group_wide`, all ranks together."""
+    """Lateness of `rank` in its `stage`, in % of the mean step. For `group_wide`: of all ranks together."""
     gain_pct: float | None
-    """What fixing `stage` alone saves; of what, says `about`."""
+    """Saving if `stage` alone is fixed, as a share of the time given by `about` (%)."""
     cost_pct: float | None
     """Cost of all named causes together, as a share of the time given by `about` (%)."""
     cost_range_pct: list[float] | None
-    """Between what `cost_pct` was in most windows (p10, p90)."""
+    """Range of `cost_pct` over the windows: its 10th and 90th percentile (%)."""
     about: Literal["now", "run"]
     """The time that `cost_pct` is a share of: `now`, since the named cause began; `run`, the whole run."""
     cost_s: float | None
@@ -48,46 +48,49 @@ class VerdictInfo(msgspec.Struct, frozen=True, kw_only=True):
     pattern: Pattern | None
     """A finding is late in most steps (`lasting`), now and then (`transient`), or in turn (`rotating`)."""
     host_bound: bool | None
-    """On a device's clock: devices wait for their hosts. A gain is then at most as large as it says."""
+    """
+    Whether devices wait for their hosts (with a device clock). A gain is then at most as
+    large as given.
+    """
     coverage: float | None
-    """Share of the ranks that report."""
+    """Share of the ranks that report, from 0 to 1."""
     from_step: int | None
-    """Where it began, or the first step of the window if it began before that."""
+    """First step of the finding, or of the window if the finding began before it."""
     to_step: int | None
     window_steps: int
     mean_step_ms: float | None
     why: str
     next: str
     note: str
-    """Findings too brief to be named so far, and named ones that are not seen at present."""
+    """Sentence on findings that are too brief to be named yet, or on a named one that is not visible now."""
     last_step: int | None
     open_stage: str | None
     exit_reason: str | None
     span: str | None
     """The span inside `stage` that makes `rank` late; for a hang, the open span."""
     began_ns: int | None
-    """For a hang: arrival of the last row before it."""
+    """For a hang: when the last row before it arrived (ns since the epoch)."""
     lasted_s: float | None
-    """For a hang that has ended: its duration."""
+    """For a hang that has ended: its duration (s)."""
     stacks: list[Stack]
     machine: list[Anomaly] | None
-    """What else was anomalous then on the nodes that are named: evidence, not cause. None: not known."""
+    """Anomalies at that time on the named nodes. They are evidence, not a cause. None: not known."""
     reason: Reason | None
-    """Why ranks are late in turn, or by how much the batches of those that are named are larger."""
+    """Why ranks are late in turn, or how much larger the batches of the named ranks are."""
     also: list[VerdictInfo]
     """Other findings, the costliest first, each with its own cost. Their fields about one window are null."""
     z: float | None
-    """By how many standard errors `rank` is late more often than it would be by chance."""
+    """Number of standard errors by which `rank` is late more often than by chance."""
     at_most: bool = False
-    """Fixing it may save less than `gain_pct`."""
+    """Whether fixing the cause may save less than `gain_pct`."""
     saving: str = ""
     """The sentence of `why` about what a fix saves; "" if it has none."""
 
 
 class TimedEpisode(Episode, frozen=True, kw_only=True):
     """
-    An episode, and when it began; of a run that is over, and in a summary, also when it ended and the span
-    that was late.
+    An episode, and when it began. In a finished run, and in a summary, also when it
+    ended, and the late span.
     """
 
     span: str | None = None
@@ -96,7 +99,7 @@ class TimedEpisode(Episode, frozen=True, kw_only=True):
 
 
 def verdict_info(verdict: Verdict) -> VerdictInfo:
-    """Return a verdict as it is answered."""
+    """Return a verdict as the struct that is returned and stored."""
     fields = {name: getattr(verdict, name) for name in VerdictInfo.__struct_fields__}
     lists: dict[str, Any] = {name: [*value] for name, value in fields.items() if isinstance(value, tuple)}
     return VerdictInfo(**{**fields, **lists, "also": [verdict_info(other) for other in verdict.also]})

@@ -1,6 +1,6 @@
 """
-Findings that are not named yet: since when, what they have cost, which condition is not met; and that in
-sentences.
+Sentences about findings that are not named yet: since when they exist, their cost, and the condition that is
+not met.
 """
 
 from __future__ import annotations
