@@ -1,12 +1,12 @@
 """
 The web app in Dash: the shell around every page, and one callback that refreshes whatever the URL shows.
 
-A browser sends a checksum of each part that it has; the answer holds the parts that differ, of a chart that
-has got longer its new points: 5.6 kB of a node page with 8 GPUs instead of 9.1 (gzip). Not `Patch`: it is
-applied to whatever a browser has. Pages compute nothing about training: `SessionPages.view` has the data, the
-modules of `pages` lay it out.
+A browser sends a checksum of each part that it has. The answer has the parts that differ. For a chart that
+only became longer, it has the new points: 5.6 kB for a node page with 8 GPUs instead of 9.1 kB (gzip). Dash's
+`Patch` is not used, because it is applied to whatever a browser has. Pages compute nothing about training:
+`SessionPages.view` has the data, and the modules of `pages` lay it out.
 
-What the search box of every page finds: ranks, nodes, steps.
+Also finds ranks, nodes and steps for the search box of every page.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Page(NamedTuple):
 
 
 class Refresher:
-    """Answers the refreshes of all browsers. A page is made once for all of them that show it."""
+    """Answers the refreshes of all browsers. A page is made once for all browsers that show it."""
 
     def __init__(self, session: SessionPages) -> None:
         self._session = session
@@ -104,11 +104,12 @@ class Refresher:
         self, pathname: str | None, search: str | None, seen: Any, of_browser: Any = ""
     ) -> tuple[Any, dict[str, Any]]:
         """
-        Return the elements of the page, or `no_update` where the browser has that page already, and what
-        changes in it: `{"seen": …, "set": {id: properties}}`.
+        Return the elements of the page (`no_update` if the browser has the page already), and the changes of
+        the page: `{"seen": …, "set": {id: properties}}`.
 
-        `seen` is that of the browser's last answer: what it has is not sent again. `of_browser` is its
-        timezone. Raises nothing: an error is counted, and the page has a line that says so.
+        `seen` is the `seen` of the browser's last answer: parts that the browser has are not sent again.
+        `of_browser` is its timezone. Raises nothing: an error is counted, and the page has a line that says
+        so.
         """
         of_browser = of_browser if isinstance(of_browser, str) and len(of_browser) < 64 else ""
         with timezone.timezone_of(of_browser):
@@ -148,7 +149,10 @@ class Refresher:
         return page.layout if new else dash.no_update, answer
 
     def _made(self, route: Route, _version: int, instead: str, _timezone: str) -> _Page:
-        """Return a page. If `instead`, a state, is set: the one that explains why it is empty."""
+        """
+        Return a page. If `instead`, a state, is set: the page that explains why there is nothing
+        to show.
+        """
         make = start_layout if instead else PAGES[route.page].layout
         layout = make(self._session.view(route), route)
         parts = _parts(layout)
@@ -187,7 +191,7 @@ class Refresher:
 
 
 def build(session: SessionPages, *, server: Flask, poll_s: float = 1.0) -> dash.Dash:
-    """Return the Dash app on a Flask `server`; a browser asks it for news every `poll_s` seconds."""
+    """Return the Dash app on a Flask `server`. A browser requests updates every `poll_s` seconds."""
     app = dash.Dash(
         "traceml_ray.dash_app",
         server=server,  # type: ignore[arg-type]
@@ -257,7 +261,7 @@ def _in_browser(app: dash.Dash) -> None:
 
 
 def _parts(element: Any) -> Parts:
-    """Return what a browser is sent of the parts and graphs in an element, by id."""
+    """Return the properties of the parts and graphs in an element, as sent to a browser, by id."""
     if isinstance(element, Content):
         return {element.id: {"content": element.content}}
     if hasattr(element, "figure"):
@@ -271,7 +275,7 @@ def _parts(element: Any) -> Parts:
 
 
 def _search_callbacks(app: dash.Dash, refresher: Refresher) -> None:
-    """Have the search field of a page and the search box of all pages lead to where they say."""
+    """Make the search field of a page, and the search box of all pages, open the matching pages."""
     where = State("url", "pathname"), State("url", "search")
 
     @app.callback(
@@ -324,7 +328,7 @@ def _sums(parts: Parts) -> dict[str, int]:
 
 
 def _grown(before: _Page | None, parts: Parts) -> Parts:
-    """Return of each chart that has more points than before, and else is as it was, those points."""
+    """Return the new points of each chart that only became longer."""
     grown = {}
     for id, props in parts.items():
         old = before.parts.get(id, {}).get("figure") if before else None
@@ -335,8 +339,8 @@ def _grown(before: _Page | None, parts: Parts) -> Parts:
 
 def _longer(before: Figure, after: Figure) -> dict[str, Any] | None:
     """
-    Return what `after` has more at the end of its traces, how many values (`keep`) of those before stay, and
-    the layout; None where something else of a trace is new.
+    Return the points that `after` adds to the ends of its traces, the number of earlier values that stay
+    (`keep`), and the layout. None: something else in a trace has changed.
     """
     old, new = before["data"], after["data"]
     if not new or len(old) != len(new):

@@ -1,8 +1,9 @@
 """
-The one axis of all charts: which steps they show, and the spine: the whole run with what was named in it.
+The axis shared by all charts: which steps they show. Also the spine: an overview of the whole run with the
+causes that were named.
 
-In the URL `from` and `to` are steps (`from=newest`: the newest ones). Without them a run that is over is
-shown whole, and of one that goes on the newest steps, or as many as hold the onset of the present verdict.
+In the URL, `from` and `to` are steps (`from=newest`: the newest steps). Without them, a finished run is shown
+whole. A live run shows its newest steps, or as many as include the onset of the current verdict.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ NEWEST = "newest"
 _LANES, _ROWS = 4, 100
 _TICKS = 120
 _ROOM = 4
-"""Share of an episode's length that is shown around it."""
+"""Context shown around an episode, as a share of its length."""
 _COARSE_NS = 1 << 33
 _DIGITS = 15
 _LEAST = 20
@@ -44,14 +45,14 @@ _LEAST = 20
 
 
 class Range(NamedTuple):
-    """The steps to draw; `last` None: to the end. `newest`: as many as fit one by one."""
+    """The range of steps to draw. `last` None: to the end. `newest`: as many steps as fit one by one."""
 
     first: int = 0
     last: int | None = None
     newest: bool = False
 
     def asked(self) -> dict[str, Any]:
-        """Return it as questions have it."""
+        """Return the range in the form that questions use."""
         return {} if self.newest else {"first": self.first, "last": self.last}
 
 
@@ -67,13 +68,13 @@ def chosen(cache: SessionCache, run: RunState, route: Route) -> Range:
     episode, newest = current_episode(run.verdict, run.episodes), run.last_step or 0
     if episode is None or newest - episode.from_step < MAX_BINS:
         return Range(newest=True)
-    # Power of two, so that the range stays for a while: what is drawn is not asked for anew at every tick.
+    # A power of two, so that the range stays for a while and data is not requested anew at every tick.
     lead = 1 << max(0, (newest - episode.from_step).bit_length() - 3)
     return Range(max(0, episode.from_step - lead))
 
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
-    """Return the spine of a run and the range that is shown; without any step there is no `first`."""
+    """Return the spine of a run and the range shown. If there are no steps, there is no `first`."""
     timeline = cache.ask(query.GetTimeline(run.id))
     shown = chosen(cache, run, route)
     if timeline is None or not len(timeline.first):
@@ -93,7 +94,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
 
 
 def _lanes(episodes: Sequence[TimedEpisode]) -> list[tuple[str, list[TimedEpisode]]]:
-    """Return what was named, by cause, the costliest first; the last lane has all others."""
+    """Return the named episodes by cause, the costliest first. The last lane has all other causes."""
     causes: dict[str, list[TimedEpisode]] = {}
     for episode in episodes:
         who = text.ranks(episode.ranks) if episode.ranks else text.words(episode.label)
@@ -106,7 +107,7 @@ def _lanes(episodes: Sequence[TimedEpisode]) -> list[tuple[str, list[TimedEpisod
 
 
 def _ticks(run: RunState, timeline: RunTimeline) -> list[dict[str, Any]]:
-    """Return the events that say something, with the step in which they were, if need be by the time."""
+    """Return the significant events, each with its step, determined by its time if necessary."""
     ticks = []
     for event in run.events:
         step = event.step
@@ -120,17 +121,17 @@ def _ticks(run: RunState, timeline: RunTimeline) -> list[dict[str, Any]]:
 
 
 def time_of(spine: Mapping[str, Any]) -> tuple[int, int | None] | None:
-    """Return from when to when (ns since the epoch) the range was; None: the newest, or not known."""
+    """Return the times (ns since the epoch) of the range. None: the newest, or unknown."""
     shown = spine["range"]
     if shown.newest or not len(spine["first"]) or spine["t_ns"] is None:
         return None
     first, last = _times(spine, spine["between"])
-    # To some seconds where it goes on: the question stays the same for a while.
+    # Rounded to some seconds for a live run, so that the question stays the same for a while.
     return (first & -_COARSE_NS, None) if shown.last is None else (first, last)
 
 
 def frame(spine: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what every chart of steps has in common: the range, and where the present verdict began."""
+    """Return the part that all charts of steps share: the range, and where the current verdict began."""
     if not len(spine["first"]):
         return {}
     first, last = spine["between"]
@@ -140,12 +141,12 @@ def frame(spine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _step_clock(spine: Mapping[str, Any]) -> StepClock | None:
-    """Return when the steps of the run were over; None: not known."""
+    """Return when the steps of the run ended. None: unknown."""
     return StepClock.of(RunTimeline(**{name: spine[name] for name in RunTimeline.__struct_fields__}))
 
 
 def clock(spine: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same for every chart over time, ms since the epoch."""
+    """Return the same for charts over time, in ms since the epoch."""
     if not len(spine["first"]) or spine["t_ns"] is None:
         return {"between": None, "onset": None, "axis": "time"}
     between = spine["between"] if time_of(spine) else ()
@@ -165,7 +166,7 @@ def _times(spine: Mapping[str, Any], steps: Sequence[float]) -> list[int]:
 
 
 def panel(view: Mapping[str, Any], route: Route) -> Any:
-    """Return the spine: how long a step took, a lane for each cause, the events, and links to ranges."""
+    """Return the spine: the step time, a lane for each cause, the events, and links to ranges."""
     spine = view["axis"]
     if not len(spine["first"]):
         return html.Div(id="no-axis")
@@ -192,7 +193,7 @@ def panel(view: Mapping[str, Any], route: Route) -> Any:
 
 
 def _table(spine: Mapping[str, Any], route: Route) -> Any:
-    """Return the spine in numbers, the newest steps first."""
+    """Return the spine as numbers, the newest steps first."""
     columns = [
         Column("steps", lambda index: f"{spine['first'][index]:,}–{spine['last'][index]:,}"),
         Column("step", lambda index: spine["step_ms"][index], "ms"),
@@ -202,7 +203,7 @@ def _table(spine: Mapping[str, Any], route: Route) -> Any:
 
 
 def _figure(spine: Mapping[str, Any]) -> figures.Figure:
-    """Return the time of a step over the whole run, all but the range dimmed."""
+    """Return the step time over the whole run, dimmed outside of the range."""
     ends = _ends(spine)
     low, high = (edge + by for edge, by in zip(spine["between"], (-0.5, 0.5), strict=True))
     dim = {
@@ -257,7 +258,7 @@ def _range_text(spine: Mapping[str, Any]) -> str:
 
 
 def _links(spine: Mapping[str, Any], route: Route) -> list[Any]:
-    """Return links to other ranges; they are what a keyboard has of the brush."""
+    """Return links to other ranges: the keyboard's equivalent of the brush."""
     (first, last), begin, end = spine["between"], int(spine["first"][0]), int(spine["last"][-1])
     wide = max(_LEAST, last - first)
     shown, onset = spine["range"], spine["onset"]
@@ -309,7 +310,7 @@ def _lane(name: str, marks: list[Any]) -> html.Div:
 
 
 def _bar(episode: TimedEpisode, spine: Mapping[str, Any], route: Route) -> list[Any]:
-    """Return an episode as a mark, and over it the link to its steps, which is never too small to be hit."""
+    """Return an episode as a mark, with a link to its steps that is always large enough to be clicked."""
     first, last = episode.from_step, episode.to_step
     around = max(_LEAST, (last - first) // _ROOM)
     until = None if episode.goes_on or last + around >= spine["last"][-1] else last + around

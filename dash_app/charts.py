@@ -26,8 +26,9 @@ CLICKED: Any = {**CONFIG, "doubleClick": False, "showTips": False}
 
 class Chart(Component):
     """
-    A panel with a graph, made when it comes into sight, and its table (`children`); `head` is above it, `box`
-    has the properties of what is around it. One component, see assets/app.js, where Dash has seven.
+    A panel with a graph, drawn when it becomes visible, and its table (`children`). `head` is above the
+    graph, and `box` has the properties of the surrounding element. This is one component (assets/app.js),
+    where Dash would need seven.
     """
 
     _namespace, _type = "traceml_ray", "Chart"
@@ -54,10 +55,10 @@ def chart(
     clock: StepClock | None = None,
 ) -> Chart:
     """
-    Return a panel with one figure, `height` px high, and its table where `route` asks for it: `rows`, or the
-    values of the figure; `label` says what it shows. `series` has the names of its traces (or groups of them)
-    with their colours: each can be switched off. `colours` are others that are in it. `clock` has when the
-    steps of its axis were over.
+    Return a panel with one figure, `height` px high, and its table if `route` asks for it: `rows`, or the
+    values of the figure. `label` says what the figure shows. `series` has the names of its traces (or groups
+    of traces) with their colours; each can be switched off. `colours` has the other colours in the figure.
+    `clock` has the times at which the steps of its axis ended.
     """
     off = _switched_off(id, route)
     for trace in figure["data"]:
@@ -83,8 +84,8 @@ def numbers(
     clock: StepClock | None = None,
 ) -> Content:
     """
-    Return the link to what a figure shows as a table, and that table where `route` asks for it; and the
-    button that makes a picture of it, see assets/picture.js.
+    Return the link that shows a figure as a table, the table itself if `route` asks for it, and the button
+    that makes a picture of the figure (assets/picture.js).
     """
     on = route.get("table") == id
     choose = link("Table", route.here(table=None if on else id), "segment", on=on, title=label)
@@ -95,7 +96,10 @@ def numbers(
 
 
 def figure_table(figure: figures.Figure, label: str, route: Route, clock: StepClock | None = None) -> Any:
-    """Return the values of lines or bars, those of lines newest first; `clock` has when steps were over."""
+    """
+    Return the values of lines or bars as a table, for lines the newest first. `clock` has when
+    steps ended.
+    """
     traces = [t for t in figure["data"] if t.get("hoverinfo") != "skip" and t.get("mode") != "markers"]
     flat = any(trace.get("orientation") == "h" for trace in traces)
     axis = figure["layout"]["yaxis" if flat else "xaxis"]
@@ -129,7 +133,7 @@ def _key(name: str, colour: str) -> html.Span:
 
 
 def _legend(id: str, series: Mapping[str, str], off: set[str], route: Route) -> list[html.A]:
-    """Return names with the colours they are drawn in, as links that switch them."""
+    """Return the names of series with their colours, as links that switch them on and off."""
     others = [entry for entry in (route.get("off") or "").split(",") if entry]
     entries = []
     for name, colour in series.items():

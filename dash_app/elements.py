@@ -1,6 +1,6 @@
 """
-Elements of pages: parts, panels, links, words with each colour, and the blocks of a document (tables, facts,
-lines, and sections of them).
+Elements of pages: parts, panels, links, coloured words, and the blocks of a document (tables, facts, lines
+and sections).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .route import Route
 
 class Content(Component):
     """
-    One element with all that is inside it, as plain data that React draws, see assets/app.js.
+    One element with its content, as plain data that React draws, see assets/app.js.
 
-    As Dash components they would cost the browser half a millisecond each per refresh: with Dash 4.4 360 of
-    them took 188 ms, and take 12 ms so.
+    Dash components would cost the browser half a millisecond each per refresh: with Dash 4.4, 360 of them
+    took 188 ms. In this form they take 12 ms.
     """
 
     _namespace, _type = "traceml_ray", "Content"
@@ -40,7 +40,7 @@ class Content(Component):
 
 
 def part(element: Any) -> Content:
-    """Return an element as a part of a page: sent whole when a page opens, and again when it changes."""
+    """Return an element as a part of a page: it is sent when a page opens, and again when it changes."""
     return Content(element.id, plain(element))
 
 
@@ -106,8 +106,8 @@ def form_field(tag: str, **properties: Any) -> Content:
 
 def spark(values: Sequence[float | None], text: str, between: tuple[float, float] | None = None) -> Any:
     """
-    Return a sparkline, or nothing where there is too little to draw; `between` is a shared scale. Not an
-    image: the browser takes a whole document for each, 2 ms of its main thread.
+    Return a sparkline, or nothing if there is too little to draw. `between` is a shared scale. It is not an
+    image, because the browser makes a whole document for each image, 2 ms of its main thread.
     """
     width, height = 120, 28
     path = drawing.spark(values, between, (width, height))
@@ -120,7 +120,7 @@ def spark(values: Sequence[float | None], text: str, between: tuple[float, float
 
 
 def trail(route: Route, *names: tuple[str, str | None]) -> Content:
-    """Return the way from the cluster to this page: names, and links to all but this page itself."""
+    """Return the path from the cluster to this page: names, with links to all except this page."""
     ways = [html.Span(dcc.Link("Cluster", href=route.to("overview")))]
     for name, href in names:
         ways.append(
@@ -161,8 +161,8 @@ def meter(label: str, value: float | None) -> html.Div:
 
 def marked(sentence: str) -> list[Any]:
     """
-    Return a sentence with what is in backticks as code, and moments (ISO 8601) in the reader's timezone; a
-    number stays on the line of its unit.
+    Return a sentence as elements. Text in backticks becomes code, and times (ISO 8601) are shown in the
+    reader's timezone. A number stays on the same line as its unit.
     """
     kept = re.sub(r"(?<=\d) (?=%|µs|ms|s\b|min\b|h\b|[kMGT]?B\b)", "\u00a0", sentence)
     shown: list[Any] = []
@@ -172,13 +172,16 @@ def marked(sentence: str) -> list[Any]:
 
 
 def dated(sentence: str) -> list[Any]:
-    """Return a sentence with its moments (ISO 8601) in the reader's timezone."""
+    """Return a sentence with its times (ISO 8601) in the reader's timezone."""
     pieces = enumerate(text.MOMENT.split(sentence))
     return [when(piece, text.with_clocks(piece)) if i % 2 else piece for i, piece in pieces if piece]
 
 
 def when(moment: str | None, shown: str = "") -> Any:
-    """Return a moment (ISO 8601, UTC) in the reader's timezone, by default day and time; in UTC on hover."""
+    """
+    Return a time (ISO 8601, UTC) in the reader's timezone, by default as day and time. On hover,
+    in UTC.
+    """
     if moment is None:
         return text.NA
     return html.Time(
@@ -252,7 +255,7 @@ def _drawn(column: Column, block: Table, route: Route) -> Cell:
 
 
 def _written(column: Column, item: Any) -> Any:
-    """Return what is written of an item, in the elements of its unit."""
+    """Return the text of an item, with its unit as a separate element."""
     value = column.value(item)
     if column.written or not value:
         return column.cell(item)

@@ -1,4 +1,7 @@
-"""The rank × time heatmap: a row for each rank, or where there are many for each node, as its worst rank."""
+"""
+The rank × time heatmap. It has a row for each rank, or, if there are many ranks, a row per node that shows
+its worst rank.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +28,20 @@ from .elements import table
 from .route import Route
 
 _LEAST_HEIGHT, _ROW = 66, 22
-"""px of all rows, and of one where there are few."""
+"""Least height of all rows together, and height of one row if there are few, in px."""
 _LABEL, _TOGGLE = 13, 24
-"""px that a label, and one that is clicked on, need."""
+"""Height in px of a label, and of a label that can be clicked."""
 _MOST_CHANGED = 8
 _TABLE_ROWS, _TABLE_COLUMNS = 100, 10
 
 
 def rows(heat: StepColumns, verdict: LiveVerdict | None, route: Route) -> list[HeatRow]:
     """
-    Return the rows of the heatmap with their links, in the order that the URL asks for.
+    Return the rows of the heatmap with their links, in the order given by the URL.
 
-    In the URL `order=cost` is the worst first; by default rows are by node. `open` and `shut` name nodes
-    that a person has opened or closed; any other is open where ranks are few, or the verdict names one of
-    them.
+    In the URL, `order=cost` puts the worst first; by default rows are sorted by node. `open` and `shut` name
+    nodes that a person has opened or closed. Any other node is open if there are few ranks, or if the verdict
+    names one of its ranks.
     """
     named = drawing.suspects(heat, verdict)
     if route.get("order") == "cost":
@@ -62,14 +65,14 @@ def _listed(route: Route, name: str) -> list[str]:
 
 
 def _toggle(route: Route, node: str, is_open: bool) -> str:
-    """Return the link that closes a node that is open, or opens one that is closed."""
+    """Return the link that closes an open node, or opens a closed one."""
     lists = {name: [other for other in _listed(route, name) if other != node] for name in ("open", "shut")}
     lists["shut" if is_open else "open"].append(node)
     return route.here(**{name: ",".join(nodes[-_MOST_CHANGED:]) or None for name, nodes in lists.items()})
 
 
 def gutter(drawn: Sequence[HeatRow]) -> html.Div:
-    """Return the names of the rows beside the heatmap, as high as that, and as many as there is room for."""
+    """Return the row names next to the heatmap, at the same height, as many as fit."""
     lines = sum(row.height for row in drawn)
     px = min(HEIGHT, max(_LEAST_HEIGHT, _ROW * lines))
     edges = [0, *accumulate(row.height for row in drawn)]
@@ -111,7 +114,7 @@ def _labelled_rows(drawn: Sequence[HeatRow], middles: Sequence[float]) -> list[i
 
 
 def scale() -> html.Div:
-    """Return the legend: the colours with the ratios to the median that they stand for."""
+    """Return the legend: the colours, and the ratios to the median that they represent."""
     stops = ", ".join(
         f"{css(colour)} {100 * level(factor) / 254:.0f}%" for factor, colour in HEAT_COLOURS.items()
     )

@@ -1,8 +1,8 @@
 """
-Long lists: what a person searches for, their order and the page, all of it in the URL.
+Long lists. Their search text, sort order and page number are in the URL.
 
-Not dash-ag-grid: 360 kB more (gzip) for each first visit of any page, and 250 kB for that of a list; rows are
-chosen and put in order by the server, which sends one page of them.
+dash-ag-grid is not used: it costs 360 kB more (gzip) at the first visit of any page, and 250 kB more at the
+first visit of a list. Instead the server selects and sorts the rows, and sends one page.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class ChosenRows(NamedTuple):
 
 def choose(items: Sequence[Any], route: Route, words_of: Callable[[Any], str], keys: Keys) -> ChosenRows:
     """
-    Return the items that the URL asks for: found by its search (`q`, among `words_of(item)`), in its order
-    (`sort`, one of `keys`), and of these its `page`.
+    Return the items that the URL asks for: those that match its search (`q`, among `words_of(item)`), in its
+    order (`sort`, one of `keys`), limited to its `page`.
     """
     words = (route.get("q") or "").casefold().split()
     matching = [item for item in items if _has(words_of(item).casefold(), words)] if words else [*items]
@@ -60,7 +60,7 @@ def choose(items: Sequence[Any], route: Route, words_of: Callable[[Any], str], k
 
 
 def _has(among: str, words: Iterable[str]) -> bool:
-    """Return whether all `words` occur in a text; a number only as a whole word."""
+    """Return whether all `words` occur in a text. A number must occur as a whole word."""
     return all(word in (among.split() if word.isdecimal() else among) for word in words)
 
 
@@ -69,7 +69,7 @@ def _comparable(value: Any) -> Any:
 
 
 def field(route: Route, what: str) -> html.Div:
-    """Return the search field of a page, whose text becomes `q` in the URL; `what` names what is searched."""
+    """Return the search field of a page. Its text becomes `q` in the URL. `what` names the items searched."""
     given: dict[str, Any] = {"type": "search", "placeholder": f"Search {what} …", "debounce": 0.3}
     field = dcc.Input(
         id=FIELD, value=route.get("q") or "", autoComplete="off", className="goto find", **given
@@ -122,7 +122,7 @@ def states(route: Route, counts: Mapping[str, int]) -> html.Nav:
 
 def chips(route: Route, name: str, values: Mapping[str, Any], label: str) -> html.Nav:
     """
-    Return links that set a query name of the URL to one of `values`, by what they are called; None removes
+    Return links that set the query name `name` of the URL to one of `values` (label → value). None removes
     it.
     """
     chosen = route.get(name)

@@ -27,22 +27,25 @@ if TYPE_CHECKING:
     from .session_pages import SessionPages
 
 _MOST_FINDINGS = 32
-"""Findings with a series of their own: of the others, only the number is known."""
+"""Largest number of findings with a series each. If there are more, only their number is known."""
 _MOST = 1024
-"""Largest number of ranks or devices with a series each; of more, only nodes and the worst rank have one."""
+"""
+Largest number of ranks or devices with a series each. Beyond it, only nodes and the worst rank
+have series.
+"""
 _STATES = (
     *("empty", "starting", "unwatched", "waiting"),
     *("live", "stale", "ending", "idle", "finished", "stored"),
 )
 _QUANTILES = ("0.5", "0.95")
 Series = Iterable[tuple[Sequence[object], float | None]]
-"""Values of the labels, and what was measured; what is not known is left out."""
+"""Label values and measured value of each series. Unknown values are left out."""
 
 
 def health(session: SessionPages) -> dict[str, Any]:
     """
-    Return whether the session answers, and its state: nothing that is private, as no token is asked
-    for.
+    Return whether the session answers, and its state. It contains nothing private, because it requires no
+    token.
     """
     return {
         "status": "ok" if session.stale_since_ns is None else "stale",
@@ -124,7 +127,7 @@ def _run_metrics(run: RunState) -> Iterator[Metric]:
 
 
 def _finding_metrics(run: RunState, findings: Sequence[Finding]) -> Iterator[Metric]:
-    """Yield each of the first findings, in order, and the cost of those that have one."""
+    """Yield each of the first findings, in order, and the cost of the findings that have a cost."""
     labels = ["run", "signal", "label", "severity", "what", "stage", "rank", "node"]
     first: dict[tuple[object, ...], Finding] = {}
     for one in findings:

@@ -1,9 +1,9 @@
 """
 The dashboard's process: opens a session, polls it once a tick for all browsers, and serves the web app.
 
-It ends at SIGTERM or Ctrl-C, or with the process that started it; a launcher's (`--child --linger`) stays on
-the stored session while a browser watches. For that it executes itself anew, with the same socket and pid and
-without Ray, which ends a process whose cluster is gone.
+It ends at SIGTERM or Ctrl-C, or with the process that started it. A launcher's dashboard (`--child --linger`)
+stays and shows the stored session while a browser watches. To stay, it executes itself anew with the same
+socket and pid but without Ray, because Ray ends a process whose cluster is gone.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from .server import create_app
 from .session_pages import SessionPages
 
 PORT = 8050
-"""The default; if it is taken, a free one."""
+"""The default port. If it is taken, a free one is used."""
 POLL_S = 1.0
 _LOOK_S = 0.2
 WATCHED_S = 30.0
-"""A browser watches that has asked so recently."""
+"""A browser counts as watching if it has sent a request within this time, in s."""
 _WAITRESS = {
     "threads": 8,
     "ident": None,
@@ -104,7 +104,7 @@ def _linger(session: SessionPages, most_s: float, sleep: Callable[[float], objec
 
 
 def _stay(arguments: argparse.Namespace, listening: socket.socket, out: str, token: str | None) -> NoReturn:
-    """Become a process that serves the session's file on the same socket, without a parent."""
+    """Become a process without a parent that serves the session's file on the same socket."""
     show(LINGERS)
     nothing = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
@@ -142,7 +142,7 @@ def _parent(child: bool) -> threading.Thread:
 def _poll(session: SessionPages) -> None:
     session.poll()
     gc.collect()
-    gc.freeze()  # modules, mostly: a full collection goes through them for 0.1 s, in the midst of a page
+    gc.freeze()  # mostly modules: a full collection would scan them for 0.1 s while a page is made
     while True:
         time.sleep(POLL_S)
         session.poll()
@@ -153,7 +153,7 @@ def _serve(application: Any, listening: socket.socket) -> None:
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
-    """Return a socket that listens there. Raises OSError."""
+    """Return a socket that listens at `host` and `port`. Raises OSError."""
     wanted = PORT if port is None else port or free_port()
     family, *_, address = min(socket.getaddrinfo(host, wanted, type=socket.SOCK_STREAM))  # IPv4 first
     try:

@@ -30,9 +30,9 @@ SCOPE = ("session", "run")
 RANGE = ("from", "to")
 """Query names that a link to another page of the same run keeps: the range of steps."""
 TOKEN = "token"
-"""Query name of the token, which is no part of a selection: no link has it."""
+"""Query name of the token. It is not part of a selection, so no link has it."""
 _MAX_NAMES, _MAX_VALUE = 16, 1024
-"""Largest number of query names that are read of a URL, and of characters of a value; others are ignored."""
+"""Largest number of query names read from a URL, and longest value in characters. Others are ignored."""
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class Route(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, pathname: str | None, search: str | None) -> Route | None:
-        """Return what a URL shows, of its path and its query; None: there is no such page. Never raises."""
+        """Return what a URL shows, from its path and its query. None: there is no such page. Never raises."""
         first, _, key = (pathname or "/").strip("/").partition("/")
         page = _PATHS.get(first)
         if page is None or bool(key) != (page in ("node", "rank", "step", "profile")):
@@ -92,7 +92,7 @@ class Route(msgspec.Struct, frozen=True):
 
     def lasting(self, session: str | None, run: str | None) -> str:
         """
-        Return the link to this page and its whole selection that shows the same later, to anybody: it names
-        the session and the run, which a URL without them leaves to what is newest. None: there is none.
+        Return a permanent link to this page and its whole selection. It names the session and the run,
+        because a URL without them shows the newest ones. None: there is no such link.
         """
         return self.to(self.page, self.key, **{**dict(self.query), "session": session, "run": run})

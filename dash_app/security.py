@@ -1,4 +1,4 @@
-"""Access control: the token, the host names that the server answers to, the headers of every answer."""
+"""Access control: the token, the host names that the server answers to, and the headers of every answer."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def choose_token(given: str | None, host: str) -> tuple[str | None, bool]:
     """
     Return the token to ask for, or None, and whether it was generated here.
 
-    Without a `given` one a loopback address needs none, and any other `host` gets a generated one. Raises
-    SettingError for a token that is empty or could not be sent, and for a host without an address.
+    Without a `given` token, a loopback address needs none, and any other `host` gets a generated token.
+    Raises SettingError for a token that is empty or cannot be sent, and for a host without an address.
     """
     if given is not None:
         if not (given.isascii() and given.isprintable() and given.split() == [given]):
@@ -96,8 +96,9 @@ class Guard:
     Checks every request to a Flask server.
 
     Args:
-        token: to ask for; None asks for none.
-        hosts: names that `Host` may have: another site whose name is made to resolve here gets nothing.
+        token: the required token; None: no token is required.
+        hosts: allowed values of the `Host` header. Another site whose name is made to resolve to this server
+            gets nothing.
     """
 
     def __init__(self, token: str | None, hosts: Iterable[str]) -> None:
@@ -111,14 +112,14 @@ class Guard:
         self._proof = hmac.new(key, b"cookie", "sha256").hexdigest()
 
     def install(self, server: Flask) -> None:
-        """Register with a server, before any other handler of it does: what is refused reaches none."""
+        """Register with a server before its other handlers, so that refused requests reach none of them."""
         server.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
         server.before_request(self._admit)
         server.after_request(self._harden)
         server.add_url_rule("/login", view_func=self._login, methods=["POST"])
 
     def _admit(self) -> Response | None:
-        """Return the refusal, or None if the request may go on."""
+        """Return the refusal of a request. None: the request may go on."""
         if not self._is_ours(request.headers.get("Host", "")):
             return _refusal(421, "This server is not known by that name.")
         if request.method not in _METHODS:
@@ -134,7 +135,7 @@ class Guard:
         return self._identify()
 
     def _identify(self) -> Response | None:
-        """Ask for the token; one that is sent counts, whatever the cookie holds."""
+        """Require the token. A token in the request counts, whatever the cookie has."""
         path, query = request.path, _query_without_token()
         given = request.args.get("token")
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
@@ -159,8 +160,9 @@ class Guard:
         """
         Set the cookie, and redirect to the URL without the token.
 
-        The cookie is not Strict, which a browser does not send where a link of another site (a chat, a
-        ticket) is followed: each of them would ask for the token again. What another site posts has none.
+        The cookie is not Strict: a browser does not send a Strict cookie when a person follows a link from
+        another site (a chat, a ticket), so each such link would ask for the token again. A POST from another
+        site carries no cookie.
         """
         response = _redirect(path, query)
         response.set_cookie(self._cookie, self._proof, httponly=True, samesite="Lax")
@@ -205,7 +207,7 @@ def _query_without_token() -> str:
 
 
 def _here(path: str, query: str) -> str:
-    """Return a path on this server: two slashes would lead to another one."""
+    """Return a path on this server. Two leading slashes would lead to another server."""
     return quote("/" + path.lstrip("/")) + (f"?{query}" if query else "")
 
 

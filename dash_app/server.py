@@ -1,9 +1,10 @@
 """
-The WSGI application: the web app behind its guard, and all that is asked of it besides pages: `/health` and
-`/metrics`, downloads of bundles and profiles, and requests (POST) for a bundle, a profile, or to have layers
-measured.
+The WSGI application: the web app behind its guard, and the other endpoints. These are `/health` and
+`/metrics`, downloads of bundles and profiles, and requests (POST) for a bundle, a profile or a measurement of
+layers.
 
-Answers are packed with gzip. What a URL names the version of, a browser keeps for good and asks for once.
+Answers are compressed with gzip. A browser requests a URL that names a version only once, and keeps the
+answer permanently.
 """
 
 from __future__ import annotations
@@ -42,28 +43,28 @@ from .trace_job import Job, JobError
 
 _PACKED = ("text/", "application/json", "application/javascript", "application/openmetrics", "image/x-icon")
 _CHUNK, _PIECE = 1 << 20, 1 << 18
-"""Bytes of a bundle that are asked for, and of a made file that are sent, at a time."""
+"""Number of bytes requested of a bundle at a time, and number of bytes sent of a made file at a time."""
 _BLOCK = 512
 """Size of a tar block, in bytes."""
 _JOBS: dict[str, Job] = {TRACE: "trace", TABLE: "table"}
-"""Files of a profile that are made of its traces when they are asked for: name of the file → job."""
+"""Files of a profile that are made from its traces on request: name of the file → job."""
 _KINDS = {TABLE: "text/csv"}
 _LAYERS_ASKED = ("steps", "asked")
-"""Query names of the page of layers that its form sets anew."""
+"""Query names of the layers page that its form sets."""
 _PROFILES_ASKED = (*FIELDS, "asked")
-"""Query names of the page of profiles that its form sets anew."""
+"""Query names of the profiles page that its form sets."""
 
 
 def create_app(
     session: SessionPages, *, token: str | None, hosts: Sequence[str], poll_s: float = 1.0
 ) -> dash.Dash:
     """
-    Return the app; `.server` is what a WSGI server takes.
+    Return the app. Its `.server` is the application for a WSGI server.
 
     Args:
         session: the data; its owner polls it.
-        token: that a browser has to give; None asks for none.
-        hosts: names that `Host` may have.
+        token: the token required from a browser; None: no token is required.
+        hosts: allowed values of the `Host` header.
         poll_s: seconds between two polls of the session; a browser asks as often.
     """
     server = Flask("traceml_ray.dash_app", static_folder=None)
@@ -87,7 +88,7 @@ def _metrics(session: SessionPages) -> Response:
 
 
 def _pack(response: Response) -> Response:
-    """Compress an answer for who takes that, and say how long it may be kept."""
+    """Compress an answer if the client accepts that, and set how long it may be cached."""
     if response.status_code != 200 or not (response.content_type or "").startswith(_PACKED):
         return response
     lasting, (tag, _) = _names_its_version(), response.get_etag()
@@ -109,7 +110,10 @@ def _pack(response: Response) -> Response:
 
 
 def _names_its_version() -> bool:
-    """Return whether another version of what is asked for has another URL, see `dash.Dash.index`."""
+    """
+    Return whether the requested URL names its version, so that other versions have other URLs
+    (`dash.Dash.index`).
+    """
     if request.path.startswith("/_dash-component-suites/"):
         check: Any = fingerprint.check_fingerprint  # it has no types
         return bool(check(request.path)[1])
@@ -122,7 +126,7 @@ def _packed_once(body: bytes) -> bytes:
 
 
 def _serve_bundles(server: Flask, session: SessionPages) -> None:
-    """Have the server answer downloads, and requests for a bundle (POST)."""
+    """Register the handlers for downloads of bundles, and for requests for a bundle (POST)."""
 
     def download(name: str) -> Response:
         source = session.of(request.args.get("session")).source
@@ -152,8 +156,8 @@ def _is_page() -> bool:
 
 def _back(values: dict[str, str], asked: Collection[str], path: str = "") -> Response:
     """
-    Lead back to the page whose button it was, or to `path`, with `values` in the URL in place of what it had
-    `asked` before.
+    Redirect to the page whose button was pressed, or to `path`. In its URL, `values` replace the names in
+    `asked`.
     """
     page = urlsplit(request.referrer or "")
     given = {name: value for name, value in parse_qsl(page.query) if name not in asked}
@@ -163,14 +167,17 @@ def _back(values: dict[str, str], asked: Collection[str], path: str = "") -> Res
 
 
 def _accepted(asked: str, fields: Collection[str]) -> Response:
-    """Answer a request with its id: as JSON, or in the URL a page is led back to, in place of `fields`."""
+    """
+    Answer a request with its id: as JSON, or in the URL of the page to redirect to, in place of
+    `fields`.
+    """
     if _is_page():
         return _back({"asked": asked}, fields)
     return Response(f'{{"request": "{asked}"}}\n', 202, mimetype="application/json")
 
 
 def _tar(source: Source, bundle: BundleInfo) -> Iterator[bytes]:
-    """Yield a tar of a bundle; of a file that is shorter by now, zeros follow."""
+    """Yield a tar of a bundle. A file that has become shorter is filled up with zeros."""
     for name, size in bundle.files.items():
         entry = tarfile.TarInfo(f"{bundle.name}/{name}")
         entry.size = size
@@ -197,7 +204,7 @@ def layers_request_of(values: Mapping[str, str]) -> LayersRequest:
 
 
 def _serve_layers(server: Flask, session: SessionPages) -> None:
-    """Have the server take requests for layers."""
+    """Register the handlers for measurements of layers."""
 
     def ask() -> Response:
         try:
@@ -212,7 +219,7 @@ def _serve_layers(server: Flask, session: SessionPages) -> None:
 
 
 def _serve_profiles(server: Flask, session: SessionPages) -> None:
-    """Have the server take requests for profiles, and send what there is of them."""
+    """Register the handlers for profiles: requests, downloads and removal."""
 
     def ask() -> Response:
         try:
@@ -268,7 +275,7 @@ def _find_profile(pages: SessionPages, profile: str) -> ProfileInfo | None:
 
 
 def _run_job(pages: SessionPages, info: ProfileInfo, job: Job, name: str) -> Response:
-    """Return a file that is made of the traces now. Raises JobError, OSError, QueryError."""
+    """Make a file from the traces now, and return it. Raises JobError, OSError, QueryError."""
     folder = tempfile.TemporaryDirectory(prefix="traceml-")
     with folder, traces_of(pages.source, info) as traces:
         out = Path(folder.name) / name

@@ -1,6 +1,6 @@
 """
-What pages are made of: the newest answers about a session, and breakdowns of its profiles, which are computed
-from the traces on demand, and stored beside them.
+The data from which pages are made: the newest answers about a session, and breakdowns of its profiles.
+Breakdowns are computed from the traces on demand and stored next to them.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _PIECE = 1 << 20
 
 class Breakdowns:
     """
-    The breakdowns of a session's profiles, computed once. Any thread may ask; none waits for a trace to be
-    read.
+    The breakdowns of a session's profiles, each computed once. Any thread may ask; no thread waits until a
+    trace is read.
 
     Args:
         source: the session.
-        errors: where failures are counted.
-        renew: is called when another breakdown is there.
+        errors: counts failures.
+        renew: called when another breakdown is ready.
     """
 
     def __init__(self, source: Source, errors: Errors, renew: Callable[[], None]) -> None:
@@ -62,8 +62,8 @@ class Breakdowns:
 
     def get(self, info: ProfileInfo) -> Breakdown | str | None:
         """
-        Return the breakdown of a profile; None while it is computed; a sentence that says why it cannot
-        be.
+        Return the breakdown of a profile. None: it is being computed. A string: the reason why it cannot be
+        computed.
         """
         name = info.profile.id
         if not info.profile.captured:
@@ -100,7 +100,7 @@ class Breakdowns:
 
 
 def _read(folder: Path) -> Breakdown:
-    """Return what was made of a profile before, or make it. Raises JobError, OSError, ValueError."""
+    """Return the stored breakdown of a profile, or make it. Raises JobError, OSError, ValueError."""
     with contextlib.suppress(OSError, ValueError):
         return decode(read_file(folder / FILE, MAX_BYTES))
     with tempfile.TemporaryDirectory(prefix="traceml-") as there:
@@ -118,7 +118,7 @@ def traces_of(source: Source, info: ProfileInfo) -> Iterator[Path]:
     """
     Context manager: the folder with the traces of a profile, or a copy of it if that is on another node.
 
-    Raises QueryError if the traces cannot be had, OSError if there is no room for a copy.
+    Raises QueryError if the traces cannot be obtained, OSError if there is no room for a copy.
     """
     if is_here(info):
         yield Path(info.path)
@@ -137,7 +137,7 @@ def traces_of(source: Source, info: ProfileInfo) -> Iterator[Path]:
 
 
 def is_here(info: ProfileInfo) -> bool:
-    """Return whether the folder of a profile is on this machine, or on a disk that both have."""
+    """Return whether the folder of a profile is on this machine, or on a disk shared with its machine."""
     with contextlib.suppress(OSError, ValueError):
         profile = read_profile(Path(info.path))
         return (profile.session, profile.t_ns) == (info.profile.session, info.profile.t_ns)
@@ -163,7 +163,7 @@ def pieces(source: Source, profile: Profile, name: str, size: int | None) -> Ite
 
 class SessionCache(SessionPoll):
     """
-    The newest answers about a session (`SessionPoll`, whose arguments it has), and breakdowns of its
+    The newest answers about a session (`SessionPoll`, with the same arguments), and breakdowns of its
     profiles.
     """
 

@@ -1,4 +1,4 @@
-"""A session's cache, brought up to date once a tick, and the data of the pages made of it."""
+"""The cache of a session, updated once a tick, and the data of the pages made from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .route import Route
 from .session_cache import SessionCache
 
 _MAX_OTHERS = 8
-"""Past sessions that are open at the same time."""
+"""Largest number of past sessions that are open at the same time."""
 _Key = tuple[Route, str | None]
 """Key of a cached page: its route and the id of its run."""
 
@@ -97,7 +97,10 @@ class SessionPages(SessionCache):
         return pages, run, pages._header(run)
 
     def _header(self, run: RunState | None) -> dict[str, Any]:
-        """Return the header, made once for all until there is an answer, or another second: it has ages."""
+        """
+        Return the header. It is made once for all browsers until there is an answer or a second
+        has passed.
+        """
         with self.lock:
             if self._as_of(run) == self._headed[0]:
                 return self._headed[1]
@@ -112,10 +115,10 @@ class SessionPages(SessionCache):
 
     def _other(self, name: str | None) -> SessionPages | None:
         """
-        Return the pages of a stored session of that name, read so far; None if it is this one. The file is
-        closed once the session is no longer kept and no thread reads it.
+        Return the pages of the stored session called `name`, as far as it has been read. None: it is this
+        session. The file is closed once the session is no longer kept and no thread reads it.
 
-        Raises QueryError for one that is not there, or cannot be read.
+        Raises QueryError if the session does not exist or cannot be read.
         """
         if name is None or name in (self.status and self.status.session, self.source.target):
             return None
@@ -151,7 +154,7 @@ class SessionPages(SessionCache):
         return body
 
     def _renewed(self) -> None:
-        """Make the pages anew that were viewed since the last time, before a browser waits for them."""
+        """Remake the pages that were viewed since the last call, before a browser waits for them."""
         super()._renewed()
         with self.lock:
             viewed, self._viewed = self._viewed, set()

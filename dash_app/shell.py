@@ -1,4 +1,4 @@
-"""The shell of every page: navigation, the session, the verdict, how fresh and how complete the data is."""
+"""The shell of every page: navigation, session, verdict, and how recent and complete the data is."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _TABS = {
 }
 _COPY_LINK = "Copy the link to this page with its session, run and selection; a token is not part of it"
 _MAX_ALSO = 4
-"""So many findings are listed beside what is read first."""
+"""Largest number of findings listed in addition to the first one."""
 _ICONS = {
     "good": ("#2f9e5b", "M8 1a7 7 0 1 0 .01 0zM7 11.5 3.8 8.3l1.3-1.3L7 8.9l4-4 1.3 1.3z"),
     "notice": ("#b8930a", "M8 1 15.5 15H.5zM8 4.6 3.4 13.4h9.2z"),
@@ -69,7 +69,7 @@ _ICONS = {
     "critical": ("#d03b3b", "M8 0 16 8 8 16 0 8z"),
     "unsure": ("#8b939c", "M8 1a7 7 0 1 0 .01 0zM8 4a4 4 0 1 1-.01 0z"),
 }
-"""Of the tab: colour and path."""
+"""Icon of the browser tab, by tone: colour and SVG path."""
 _SVG = "http://www.w3.org/2000/svg"
 
 
@@ -97,8 +97,8 @@ def data(cache: SessionCache, run: RunState | None) -> dict[str, Any]:
 
 def missing(cache: SessionCache, what: str, name: str, why: str, others: Iterable[str]) -> dict[str, Any]:
     """
-    Return the header in place of that of a session, or run (`what`), called `name` that cannot be read:
-    `why`, and which `others` there are.
+    Return the header for a session or run (`what`) called `name` that cannot be read. It says `why`, and
+    which `others` exist.
     """
     unknown = ("launcher", "strategy", "world_size", "nnodes", "gpus", "run", "restarted")
     return {
@@ -132,20 +132,23 @@ def _by_operation(
     verdict: LiveVerdict | None,
     began: CurrentEpisode | None,
 ) -> Profile | None:
-    """Return the profile that says by operation why a rank is late."""
+    """Return the profile that explains, by operation, why a rank is late."""
     if run is None or verdict is None or began is None:
         return None
     return profiles.explains(cache, run, verdict, began.episode.from_step)
 
 
 def _lost(header: Mapping[str, Any]) -> str:
-    """Return the cost of all named causes so far; "" where that is not known."""
+    """Return the cost of all named causes so far; "" if it is unknown."""
     verdict: LiveVerdict = header["verdict"]
     return lost(verdict) + " so far" * (header["state"] == "live") if verdict.lost_s else ""
 
 
 def layout(poll_s: float) -> html.Div:
-    """Return the elements around every page, its `parts` still empty; browsers ask every `poll_s` seconds."""
+    """
+    Return the elements around every page, with empty `parts`. Browsers send requests every
+    `poll_s` seconds.
+    """
     goto: dict[str, Any] = {"type": "text", "placeholder": "rank, node, step …"}
     bar = [
         dcc.Link("traceml-ray", href="/", className="brand"),
@@ -175,7 +178,7 @@ def layout(poll_s: float) -> html.Div:
 
 
 def parts(header: Mapping[str, Any], route: Route) -> list[Content]:
-    """Return the parts around every page: tabs, session, verdict, and the line with what goes wrong."""
+    """Return the parts around every page: tabs, session, verdict, and the line about problems."""
     tabs = [link(label, route.to(page), "tab", on=_is_on(page, route)) for page, label in _TABS.items()]
     stale = header["state_text"] if header["state"] == "stale" else None
     return [
@@ -187,12 +190,12 @@ def parts(header: Mapping[str, Any], route: Route) -> list[Content]:
 
 
 def problem(sentence: Any) -> Content:
-    """Return the line below the verdict that says what goes wrong; None: an empty one."""
+    """Return the line about problems below the verdict. None: an empty line."""
     return part(html.Div(sentence, id="problem", className="problem", role="alert"))
 
 
 def tab(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a browser's tab shows: the verdict as a title and an icon."""
+    """Return what a browser's tab shows: the verdict as title and icon."""
     first: Conclusion | None = header["first"]
     tone = first.tone if first else tone_of(None)[0]
     state = BADGES.get(header["state"], header["state"])
@@ -216,7 +219,7 @@ def _is_on(page: str, route: Route) -> bool:
 
 
 def _session(header: Mapping[str, Any], route: Route) -> list[Any]:
-    """Return the session's name and size, a menu of its runs where there are several, and a link to copy."""
+    """Return name and size of the session, a menu of its runs if there are several, and a link to copy."""
     session = header["session"]
     if not session["id"]:
         return []
@@ -239,13 +242,13 @@ def _session(header: Mapping[str, Any], route: Route) -> list[Any]:
 
 
 def _lasting(header: Mapping[str, Any], route: Route) -> str:
-    """Return the link to what is shown, as another person needs it."""
+    """Return the link to the present selection that works for another person."""
     session = header["session"]
     return route.lasting(route.get("session") or session["id"], session["run"])
 
 
 def _verdict(header: Mapping[str, Any], route: Route) -> html.Section:
-    """Return the verdict, its cost, and how fresh and complete the data is."""
+    """Return the verdict, its cost, and how recent and complete the data is."""
     verdict, state, compact = header["verdict"], header["state"], route.page != "overview"
     tone = header["first"].tone if header["first"] else tone_of(None)[0]
     began = header["began"]
@@ -271,7 +274,7 @@ def _verdict(header: Mapping[str, Any], route: Route) -> html.Section:
 
 
 def _sentences(header: Mapping[str, Any], began: str, route: Route) -> list[Any]:
-    """Return headline, why, next and since when; before any verdict, the state."""
+    """Return headline, reason, advice and beginning of the verdict. Without a verdict: the state."""
     verdict, first = header["verdict"], header["first"]
     headline, _, why = header["state_text"].partition(". ")
     following, steps = "", None
@@ -304,7 +307,7 @@ def _sentences(header: Mapping[str, Any], began: str, route: Route) -> list[Any]
 
 
 def _operation(profile: Profile | None, route: Route) -> list[Any] | None:
-    """Return which operation makes a rank late, and a link to the profile that says so."""
+    """Return the operation that makes a rank late, and a link to the profile that shows it."""
     if profile is None:
         return None
     to_profile = profiles.profile_link(profile, route, "Profile")
@@ -312,7 +315,10 @@ def _operation(profile: Profile | None, route: Route) -> list[Any] | None:
 
 
 def _beside(one: Finding, route: Route) -> html.P:
-    """Return another finding: who, its cost, why where it may explain one, and a link to its page."""
+    """
+    Return another finding: ranks, cost, reason (if it may explain another finding), and a link to
+    its page.
+    """
     parts = [html.B("Also "), *marked(f"{SIGNS[one.severity]} {line_of(one)}")]
     if one.explains is not None:
         parts += [". ", *marked(one.why)]
@@ -322,7 +328,7 @@ def _beside(one: Finding, route: Route) -> html.P:
 
 
 def _others(header: Mapping[str, Any]) -> list[Finding]:
-    """Return what else was found; what is anomalous on nodes has links of its own."""
+    """Return the other findings. Anomalies of nodes are left out, because they have their own links."""
     every = beside(header["findings"], header["first"].key if header["first"] else None)
     return [one for one in every if one.signal != "nodes"]
 
@@ -350,14 +356,17 @@ def _actions(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:
 
 
 def _range(cost_pct: Sequence[float] | None) -> str:
-    """Return between what the cost was in most windows, where that is more than a rounding."""
+    """Return the range of the cost in most windows, if it is larger than a rounding error."""
     if cost_pct is None or cost_pct[1] - cost_pct[0] < 1:
         return ""
     return f" ({text.number(cost_pct[0], 0)}–{text.number(cost_pct[1], 0)})"
 
 
 def _cost(header: Mapping[str, Any]) -> list[Any]:
-    """Return what the named cause costs, and how sure that is; with its name where it is not the headline."""
+    """
+    Return the cost of the named cause and how certain it is, with the cause's name if it is not
+    the headline.
+    """
     verdict, lines = header["verdict"], list[Any]()
     incident, gpus = header["incident"], bool(header["session"]["gpus"])
     is_headline = header["first"] is None or header["first"].subject == "steps"

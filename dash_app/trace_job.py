@@ -1,6 +1,6 @@
 """
-What takes long with the traces of a profile, in a process of its own with low priority: the server answers
-meanwhile, and its memory stays as it is.
+Runs slow work on the traces of a profile in a separate process with low priority. Meanwhile the server
+answers, and its memory does not grow.
 
 `python -m traceml_ray.dash_app.trace_job JOB PROFILE OUT` writes a file. A failure is one line on stderr.
 """
@@ -28,20 +28,20 @@ Job = Literal["breakdown", "trace", "table"]
 MOST_S = 600.0
 """Time limit of a job, in s."""
 WAIT_S = 60.0
-"""How long a job waits for the previous one, in s; jobs run one at a time."""
+"""Time for which a job waits for the previous one, in s. Jobs run one at a time."""
 _ONE = threading.Lock()
 
 
 class JobError(RuntimeError):
-    """A job with traces failed; the message is a sentence for a person."""
+    """A job on traces failed. The message is a sentence for people."""
 
 
 def run(job: Job, folder: Path, out: Path, wait_s: float = WAIT_S) -> None:
     """
-    Have a job done with the profile in `folder`, which writes `out`, and wait for it.
+    Run a job on the profile in `folder` and wait for it. It writes `out`.
 
     Raises:
-        JobError: it failed, or another was not over in time.
+        JobError: the job failed, or the previous job did not end in time.
     """
     if not _ONE.acquire(timeout=wait_s):
         raise JobError("another profile is being read; try again when that is done")

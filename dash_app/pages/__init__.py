@@ -1,10 +1,10 @@
 """
-The pages by name. Of each, `data(cache, run, route)` returns what it shows, and `layout(view, route)` draws
-that: `view` has the data and the header of all pages (`shell.data`). Where there is no run to show,
-`start_layout` stands in for most of them.
+The pages by name. For each page, `data(cache, run, route)` returns the data, and `layout(view, route)` draws
+it. `view` has the data and the header of all pages (`shell.data`). If there is no run to show, `start_layout`
+replaces most pages.
 
-Parts (`elements.part`) and graphs have an id: while a page stays, a browser is sent those that changed.
-What is around them depends on the node or rank and on which parts there are, on nothing else.
+Parts (`elements.part`) and graphs have an id. While a browser stays on a page, only parts that changed are
+sent. The elements around them depend only on the node or rank and on which parts exist.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class PageFunctions(NamedTuple):
     """The two functions that make a page."""
 
     data: Callable[..., dict[str, Any]]
-    """Returns what the page shows, of the session's cache, the run and the route."""
+    """Returns the data of the page, from the session's cache, the run and the route."""
     layout: Callable[[Mapping[str, Any], Route], Any]
-    """Returns its elements, of the data with the header, and of the route."""
+    """Returns the elements of the page, from the data with the header and the route."""
 
 
 PAGES = {
@@ -61,11 +61,11 @@ DATA: dict[str, Callable[..., dict[str, Any]]] = {
     "cell": overview.cell,
     "side": sessions.side,
 }
-"""What a view is made of, by its name: that of a page, or of what a page asks for besides."""
+"""Functions that make a view, by its name: a page, or something that a page requests in addition."""
 
 
 def has_nothing(page: str, header: Mapping[str, Any]) -> bool:
-    """Return whether `start_layout` stands in for a page: there is no run to show on it."""
+    """Return whether `start_layout` replaces a page because there is no run to show."""
     without_run = ("sessions",) if header["state"] == "missing" else ("sessions", "health")
     return header["session"]["run"] is None and page not in without_run
 
@@ -81,7 +81,7 @@ _WAYS = {
 
 
 def start_layout(view: Mapping[str, Any], route: Route) -> Any:
-    """Return the elements that stand in for a page while there is no run to show on it."""
+    """Return the elements that replace a page while there is no run to show."""
     if view["state"] == "missing":
         return _others(view, route)
     if view["state"] in ("finished", "stored"):

@@ -1,5 +1,5 @@
 """
-Everything that happened, newest first; search, filters and page are in the URL. The bundles of a session, as
+All events, newest first. Search, filters and page number are in the URL. Also the bundles of a session, as
 pages list them.
 """
 
@@ -34,7 +34,7 @@ BUNDLES_PATH = "/bundles/"
 
 
 def bundles_of(cache: SessionCache) -> Sequence[BundleInfo]:
-    """Return the bundles of a session, the newest first; none while they are asked for."""
+    """Return the bundles of a session, newest first. Empty until the answer has arrived."""
     return (cache.ask(query.GetBundles()) or [])[::-1]
 
 
@@ -55,7 +55,7 @@ def bundle_table(bundles: Sequence[BundleInfo], route: Route, live: bool) -> Any
 
 
 _SHOWN = 200
-"""Episodes."""
+"""Largest number of episodes shown."""
 _LAST_S = {"10 min": 600, "1 h": 3600, "24 h": 86400}
 
 

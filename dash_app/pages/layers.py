@@ -1,4 +1,7 @@
-"""Where the time of a step goes inside the model: each layer, what is in it, and rank beside rank."""
+"""
+Where the time of a step goes inside the model: each layer with the layers it contains, and ranks side by
+side.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ from ..session_cache import SessionCache
 PATH = "/layers"
 """URL that the form posts to."""
 _BESIDE = 20
-"""Largest number of layers shown rank beside rank."""
+"""Largest number of layers for which ranks are shown side by side."""
 _WHAT = (
     "ms and bytes of a step, medians of the ranks; forward and backward are without the layers inside. "
     "Outputs: what its calls return, an estimate of its activations. Largest: forward and backward on the "
@@ -124,7 +127,7 @@ def _asked(view: Mapping[str, Any], route: Route) -> html.Div:
 
 
 def _findings(layers: Layers) -> list[Any]:
-    """Return the sentences that name a slow layer, or say that none is slow, and what they are based on."""
+    """Return the sentences that name a slow layer, or say that none is slow, with their basis."""
     sentences = layers_sentences(layers)
     tone = "warning" if layers.findings else "good" if sentences else "info"
     about = [about_layers(layers), *layers.limits]

@@ -1,4 +1,4 @@
-"""The memory of all ranks on one clock: what was found, who grew first, each rank in numbers; shards."""
+"""The memory of all ranks on one clock: findings, which rank grew first, numbers of each rank, and shards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOST = 100
 
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
-    """Return what was found about the memory of the ranks that the URL asks for."""
+    """Return the findings about the memory of the ranks that the URL asks for."""
     spine = axis.data(cache, run, route)
     memory = cache.ask(GetMemory(run.id, peaks=False))
     beside = signals.sections_on("memory", cache, run)
@@ -62,7 +62,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
 
 
 def _asked(route: Route) -> tuple[RankFilter, str]:
-    """Return the ranks that the search asks for, where it has ranks, and what is wrong with it."""
+    """Return the ranks that the search text selects, if it has any, and what is wrong with the text."""
     wanted = (route.get("q") or "").strip()
     if not wanted[:1].isdecimal():
         return RankFilter(), ""
@@ -81,14 +81,14 @@ def _words(row: RankMemory) -> str:
 
 
 def _drawn(memory: Memory, ranks: Sequence[int]) -> list[int]:
-    """Return which of `ranks` are drawn: those that something was found about, the most severe first."""
+    """Return which of `ranks` are drawn: those with findings, the most severe first."""
     first = [memory.first_cause.rank] if memory.first_cause else []
     named = [*first, *(finding.rank for finding in memory.findings), *ranks]
     return [rank for rank in dict.fromkeys(named) if rank in ranks][:_LINES]
 
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:
-    """Return the elements of the page; panels of what was not found are absent."""
+    """Return the elements of the page. Panels without findings are left out."""
     head = [html.H1("Memory"), listing.field(route, "ranks (0,4-7) and nodes")]
     body: list[Any] = [trail(route, ("memory", None)), html.Div(head, className="title-row")]
     memory: Memory | None = view["memory"]
@@ -121,14 +121,14 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
 
 
 def _first(memory: Memory) -> html.Div:
-    """Return who grew first, or that nobody did, and who is missing."""
+    """Return which rank grew first, or that none did, and which ranks are missing."""
     tone = memory.findings[0].severity if memory.findings else "good"
     sentences = [html.P(marked(sentence)) for sentence in first_words(memory)]
     return html.Div(sentences, className=f"callout {tone}")
 
 
 def _findings(findings: Sequence[MemoryFinding], route: Route) -> Any:
-    """Return the findings, most severe first; what many ranks have alike is one line."""
+    """Return the findings, the most severe first. Findings that many ranks share are one line."""
     block = Table("Findings", MEMORY_FINDINGS, memory_rows(findings)[:_MOST], empty="Nothing stands out.")
     return table(block, route)
 

@@ -38,13 +38,16 @@ _SEEN_IN = {
     "disk_bps": "node-disk_read_bps",
     "net_bps": "node-net_rx_bps",
 }
-"""The chart that shows an anomaly, by its kind; by default its own, of a device the table."""
+"""
+The chart that shows an anomaly, by its kind. By default the chart of that kind; for a device, the
+table.
+"""
 
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """
-    Return what is known of the node whose id or label is the key of `route`; `node` is None: there is
-    none.
+    Return the data of the node whose id or label is the key of `route`. If there is no such node, `node` is
+    None.
     """
     cards = nodes(run, run.times)
     card = next((card for card in cards if route.key in (card["node_id"], card["label"])), None)
@@ -68,7 +71,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
 
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:
-    """Return the elements of the page; panels of what was not measured are absent."""
+    """Return the elements of the page. Panels of quantities that were not measured are left out."""
     node = view["node"]
     way = trail(route, (node["label"] if node else route.key, None))
     tabs = part(
@@ -118,7 +121,10 @@ def quantity_charts(
     revision: str = "",
     frame: Mapping[str, Any] | None = None,
 ) -> list[Chart]:
-    """Return the charts of quantities of a node or process; those of what was not measured are absent."""
+    """
+    Return the charts of quantities of a node or process. Quantities that were not measured are
+    left out.
+    """
     return [
         _chart(
             f"{prefix}-{measured[0].name}",
@@ -165,7 +171,7 @@ def _chart(
 
 
 def _tabs(nodes: Sequence[Mapping[str, Any]], node: Mapping[str, Any] | None, route: Route) -> list[html.A]:
-    """Return a link to each node: of very many, to the neighbours."""
+    """Return a link to each node. If there are very many nodes, only to the neighbours."""
     position = nodes.index(node) if node else 0
     around = nodes[max(0, position - _TABS // 2) :][:_TABS]
     return [
@@ -189,7 +195,7 @@ def _facts(node: Mapping[str, Any], samples: Mapping[str, Any]) -> dict[str, Any
 
 
 def _state(rank: Mapping[str, Any], named: Sequence[int]) -> Any:
-    """Return the state of a rank; of one that died also how, when and where."""
+    """Return the state of a rank. For a dead rank, also how, when and where it died."""
     if rank["death"]:
         return html.Span(["◆ ", *died(rank["death"])], className="sev critical")
     return (

@@ -1,6 +1,6 @@
 """
-The first screen: what a step takes, who is late since when, where the time goes, nodes, events. The numbers
-at its top each have a line and a scale.
+The first screen: the step time, which rank is late and since when, where the time goes, nodes, events. Each
+number at the top has a sparkline and its scale.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ def kpi_data(times: StepTimes, columns: StepColumns, signals: Mapping[str, Any])
 
 
 def _drawn(kpi: Number) -> dict[str, Any]:
-    """Return the line of a number, between 0 and 1, and in words where it begins, ends, and its scale."""
+    """
+    Return the sparkline of a number, scaled to 0..1, with its first and last value and its scale
+    as text.
+    """
     finite = kpi.line[np.isfinite(kpi.line)]
     if not len(finite):
         return {"series": [], "ends": None}
@@ -89,7 +92,7 @@ def _ends(high: str, low: str) -> list[html.Span]:
 _CARDS, _FEW_CARDS = 24, 12
 _EVENTS, _LISTED = 200, 40
 _UNPLACED = "no report"
-"""In place of the node of a rank that has not reported yet."""
+"""Shown in place of the node of a rank that has not reported yet."""
 _ORDERS: dict[str, str | None] = {"by node": None, "by cost": "cost"}
 _STAGES = {"total": None, **{name: name for name in STAGES if name != "sync_wait"}}
 
@@ -98,8 +101,8 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """
     Return what the first screen shows.
 
-    In the URL `stage` and `order` are of the heatmap; the range of steps is that of `axis`. The numbers at
-    the top are of all steps if the whole run is chosen, or is over.
+    In the URL, `stage` and `order` belong to the heatmap, and the range of steps is defined by `axis`. The
+    numbers at the top cover all steps if the whole run is selected or the run is over.
     """
     asked = _columns(cache, run, route)
     whole = asked.whole and not asked.first and asked.last is None if route.get("from") else None
@@ -125,7 +128,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
 
 
 def _signals(cache: SessionCache, run: RunState, whole: bool) -> dict[str, Any]:
-    """Return the answers of signals over the whole run, or its newest steps, as far as there are any."""
+    """Return the answers of signals over the whole run, or over its newest steps, as far as they exist."""
     answers = dict(run.signals)
     for view in POLLED:
         if "whole" in view.question.__struct_fields__:
@@ -142,23 +145,23 @@ def _columns(cache: SessionCache, run: RunState, route: Route) -> query.GetColum
 
 
 def _heatmap(run: RunState, columns: StepColumns) -> StepColumns:
-    """Return the heatmap, with a line for each rank that has not reported yet, unless a line is a node."""
+    """Return the heatmap, with a row for each rank that has not reported yet, unless rows are nodes."""
     missing = missing_of(run.world, columns.ranks, MAX_LINES)
     return ordered(columns, {rank: run.node_of(rank) or _UNPLACED for rank in missing})
 
 
 class _Cell(msgspec.Struct):
     ranks: Annotated[list[int], msgspec.Meta(min_length=1, max_length=2)]
-    """The rank of its row, or the first and the last of several."""
+    """The rank of the cell's row, or the first and the last rank if the row has several."""
     first: int
     last: int
-    """Steps."""
+    """Last step of the cell."""
 
 
 def cell(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """
-    Return in words what one cell of the heatmap stands for: the means over its steps, of the worst rank of
-    its row. The key of `route` is a `_Cell` as JSON, its query that of the overview.
+    Return a text about one cell of the heatmap: the means over its steps for the worst rank of its row. The
+    key of `route` is a `_Cell` as JSON, its query that of the overview.
     """
     asked = msgspec.json.decode(route.key, type=ready(_Cell))
     rank, several = asked.ranks[0], len(asked.ranks) > 1
@@ -250,7 +253,10 @@ def _charts(view: Mapping[str, Any], route: Route) -> list[Chart]:
 
 
 def _change(view: Mapping[str, Any], route: Route) -> list[Chart]:
-    """Return what each stage has added to a step since the onset; nothing where one of both is not known."""
+    """
+    Return what each stage has added to a step since the onset. Empty if the times before or after are
+    unknown.
+    """
     change: ChangedParts | None = view["change"]
     if change is None or not (before := change.before.stages) or not (since := change.since.stages):
         return []
@@ -316,7 +322,7 @@ def _choice(name: str, label: str, values: Mapping[str, str | None], chosen: str
 
 
 def _cards(nodes: list[Mapping[str, Any]], route: Route) -> list[Any]:
-    """Return a card for each node, of very many the worst and the names of the others."""
+    """Return a card for each node. If there are very many, the worst nodes, and the names of the others."""
     shown = nodes if len(nodes) <= _CARDS else sorted(nodes, key=badness, reverse=True)[:_FEW_CARDS]
     cards: list[Any] = [_card(node, route) for node in shown]
     if rest := [node for node in nodes if node not in shown]:

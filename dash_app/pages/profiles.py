@@ -1,7 +1,8 @@
 """
-What torch's profiler recorded: the page of all profiles (`data`, `layout`) with those there are, the one
-being made, and the form that asks for one; the page of one (`one_data`, `one_layout`) with what a rank does
-more of than others, every operation of every rank, and the traces; what other pages show of profiles.
+Profiles by torch's profiler. The page of all profiles (`data`, `layout`) lists them, shows the one being
+made, and has the form that requests one. The page of one profile (`one_data`, `one_layout`) shows what a rank
+does more of than others, every operation of every rank, and the traces. Also what other pages show of
+profiles.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def profile_link(profile: Profile, route: Route, shown: str = "") -> dcc.Link:
 
 
 def _ranks_of(profile: Profile) -> str:
-    """Return whose traces there are: "ranks 1, 5"."""
+    """Return a text that names the ranks whose traces exist: "ranks 1, 5"."""
     return text.ranks(rank.rank for rank in profile.captured) if profile.captured else "no rank"
 
 
@@ -229,7 +230,7 @@ def _box(name: str, route: Route) -> Any:
 
 
 def _cost(done: Sequence[ProfileInfo] | None) -> str:
-    """Return what a profile costs: what it is, and what the newest one has cost."""
+    """Return a text about the cost of a profile in general, and of the newest one."""
     what = (
         "All these ranks record the same steps, which begin some seconds from now. torch's profiler makes "
         "these steps slower; when they are over, training stops while it collects what it has recorded and "
@@ -244,7 +245,7 @@ def _cost(done: Sequence[ProfileInfo] | None) -> str:
 
 
 def _now(view: Mapping[str, Any], route: Route) -> list[Any]:
-    """Return how far the profile is that is being made, and what became of the one that was asked for."""
+    """Return the progress of the profile being made, and the result of the requested one."""
     asked, now, shown = route.get("asked"), view["now"], list[Any]()
     done = [info.profile for info in view["done"] or () if asked in info.profile.requests]
     if done and not done[0].captured:
@@ -324,7 +325,7 @@ def _words(operation: Operation) -> str:
 
 
 def _difference(profile: Profile, made: Breakdown, route: Route) -> Difference | None:
-    """Return what is compared: what the URL says, else the suspect or the slowest rank with the median."""
+    """Return what to compare: as in the URL, else the suspect or the slowest rank with the median rank."""
     rank, beside = _sides(profile, made, route)
     stage = route.get("stage")
     return None if rank is None else made.difference(rank, beside, None if stage == "all" else stage)
@@ -385,7 +386,7 @@ def _facts(info: ProfileInfo) -> dict[str, Any]:
 
 
 def _compared(view: Mapping[str, Any], route: Route) -> Any:
-    """Return what one rank does more of than others, and the choice of both."""
+    """Return what one rank does more of than the others, and links to choose both."""
     made, difference = view["made"], view["difference"]
     profile: Profile = view["info"].profile
     rank, beside = _sides(profile, made, route)

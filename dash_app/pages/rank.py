@@ -1,4 +1,4 @@
-"""One rank: where its time goes against the median rank, its spans, its process, its stack."""
+"""One rank: where its time goes compared with the median rank, its spans, its process, its stack."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _OFFERED = 24
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
     """
-    Return what is known of the rank whose number is the key of `route`; `rank` is None: it has not
-    reported.
+    Return the data of the rank whose number is the key of `route`. If it has not reported, `rank`
+    is None.
     """
     rank = int(route.key)
     if rank not in run.ranks:
@@ -105,7 +105,7 @@ def _profiles(cache: SessionCache, run: RunState, rank: int) -> list[Profile]:
 
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:
-    """Return the elements of the page; panels of what was not measured are absent."""
+    """Return the elements of the page. Panels of quantities that were not measured are left out."""
     rank, number = view["rank"], int(route.key)
     if rank is None:
         return _no_rank(number, view["ranks"], view["world"], route)
@@ -154,7 +154,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
 
 
 def _last_words(view: Mapping[str, Any]) -> list[Any]:
-    """Return where the ranks were in the last hang, and what this one printed last."""
+    """Return where the ranks were in the last hang, and the last output of this rank."""
     shown = [panel("Last output", part(html.Div(_output(view["output"]), id="rank-output")))]
     if view["stacks"]:
         stacks = part(html.Div([_stack(stack) for stack in view["stacks"]], id="rank-stacks"))
@@ -163,7 +163,7 @@ def _last_words(view: Mapping[str, Any]) -> list[Any]:
 
 
 def _memory_charts(view: Mapping[str, Any], route: Route) -> list[Any]:
-    """Return the charts of the process's memory, those of each device under its number."""
+    """Return the charts of the process's memory. Those of each device are below its number."""
     frame, several, body = axis.clock(view["axis"]), len(view["memory"]) > 1, list[Any]()
     for memory in view["memory"]:
         name = "host" if memory["device"] is None else f"gpu-{memory['device']}"
@@ -177,7 +177,7 @@ def _memory_charts(view: Mapping[str, Any], route: Route) -> list[Any]:
 
 
 def _memory_facts(memory: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the newest figures, those that are known."""
+    """Return the newest memory figures that are known."""
     shown = {}
     for device_memory in memory:
         newest, name = (
