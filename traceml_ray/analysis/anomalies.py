@@ -114,10 +114,15 @@ class Anomaly(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     node: str
+    """Label of the node."""
     device: int | None = None
+    """Index of the device on the node; None: the anomaly is of the node itself."""
     value: float | None = None
+    """Median of the samples, in the unit of the quantity; None: it has no value."""
     usual: float | None = None
+    """Median of the samples it was compared with; None: the value is always an anomaly."""
     text: str
+    """The anomaly in words."""
 
 
 class Machine(NamedTuple):

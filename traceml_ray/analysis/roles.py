@@ -40,7 +40,9 @@ class RoleShare(msgspec.Struct, frozen=True, kw_only=True):
     """Number of ranks of a role, and the share of their time in which they wait for ranks of other roles."""
 
     role: str
+    """Role of the ranks, such as "pp=1 tp=0"."""
     size: int
+    """Number of ranks of the role."""
     bubble: float | None
     """Mean share (0..1) of its ranks' time spent waiting for other roles. None: these waits are not seen."""
 

@@ -103,24 +103,39 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     label: Label
+    """Label of the finding, see docs/concepts/verdicts.md."""
     stage: str | None
+    """First of `stages`; None: no stage is named."""
     stages: tuple[str, ...]
+    """Stages in which the ranks are late."""
     rank: int | None
+    """Worst of `ranks`; None: no rank is named."""
     ranks: tuple[int, ...]
+    """Global ranks that are named."""
     node: str | None
+    """Label of the node of `rank`; None: no rank is named."""
     nodes: tuple[str, ...]
+    """Labels of the nodes of `ranks`."""
     pattern: Pattern
     confidence: str | None
     from_step: int
+    """First late step."""
     to_step: int
+    """Last late step."""
     seconds: float
     cost_s: float
+    """Time by which the finding made the job longer (s)."""
     rank_hours: float
+    """`cost_s` on all ranks that exchange gradients with the late ones, in rank-hours."""
     cost_pct: float | None
+    """Cost as a share of the time of the episode (%)."""
     cost_range_pct: tuple[float, float] | None
+    """Range of that share over the windows: its 10th and 90th percentile (%)."""
     goes_on: bool
     why: str
+    """Reason for the finding, in sentences."""
     next: str
+    """What to do next."""
 
 
 class Clock:

@@ -61,6 +61,7 @@ class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True):
     router: str
     """Name of the router."""
     experts: int
+    """Number of experts of the router."""
     tokens: int
     most: int
     """Index of the expert with the most tokens."""

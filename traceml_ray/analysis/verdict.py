@@ -58,7 +58,9 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
     """A stack that is the same on all of `ranks`, with the innermost call last."""
 
     ranks: tuple[int, ...]
+    """Global ranks with this stack."""
     text: str
+    """The stack as text, the innermost call last."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,8 +37,8 @@ def over_the_run(
 
 def last_steps(findings: Sequence[tuple[Verdict, int, float]], elapsed_s: float) -> str:
     """
-    Return what was late in the last steps of a run, too briefly to be named: each with how many steps, and
-    its cost (s).
+    Return the findings of the last steps of a run that were too brief to be named: each with its number of
+    steps, and its cost (s).
     """
     parts = [
         f"{_what(verdict)} in the last {count(steps, 'step')}: {duration(cost_s)}, "
@@ -64,7 +64,10 @@ def was_named(times: int, cost_s: float, worst: Verdict, first: int, last: int) 
 
 
 def pending_sentence(findings: Sequence[tuple[float, Verdict]]) -> str:
-    """Describe what is not named yet. `findings` are pairs: how long it was seen (s), and the verdict."""
+    """
+    Describe the findings that are not named yet. `findings` are pairs of the time for which a finding was
+    seen (s), and its verdict.
+    """
     return "; ".join(f"{_what(verdict)} for {duration(lasted_s)}" for lasted_s, verdict in findings[:2])
 
 
@@ -88,8 +91,8 @@ def not_now(silent_s: float) -> str:
 
 def watched(verdict: Verdict, began: int, lasted_s: float, cost_s: float, cost: float, lacking: str) -> str:
     """
-    Describe what is seen, since when, its cost (in s, and as a share of that time), and what it lacks to be
-    named.
+    Describe a watched finding: since when it exists, its cost (in s, and as a share of that time), and which
+    condition for a name it does not meet.
     """
     since = f"for {duration(lasted_s)}, since step {began:,}"
     spent = f"It has cost {duration(cost_s)}, {share(cost)} of that time. It is not named yet: {lacking}."
@@ -171,7 +174,7 @@ class Watch:
         *,
         counts: bool,
     ) -> None:
-        """Note whether the `findings` of a window show it; `counts` once a stride."""
+        """Note whether the `findings` of a window show the cause. `counts` is True once per stride."""
         self.shown = any(self.is_of(finding) for finding in findings)
         self.doubt = "" if self.shown else self._doubt(evidence, past, limits)
         self.seen += counts and self.shown
@@ -221,8 +224,8 @@ class Watch:
 
     def passed(self, ranks: int, *, named: bool) -> Episode:
         """
-        Return the cost of this cause as an episode that was not named. If it is `named` at last: the cost
-        before that.
+        Return the cost of this cause as an episode that was not named. If the cause is finally `named`,
+        return the cost before that.
         """
         mine, cost_s = self.verdict, (self._dropped_ns if named else self.cost_ns) / 1e9
         seconds = max(self.last_ns - self.began_ns, 1) / 1e9
@@ -276,15 +279,16 @@ def lacking(
     few_steps: int | None = None,
 ) -> str:
     """
-    Return the first condition for a name that is not met, in numbers.
+    Return the first unmet condition for a name, in numbers.
 
     Args:
-        watch: what is watched.
+        watch: the watched cause.
         tracks: all candidates for a name.
-        usual: the run's usual fluctuation by each of PATTERNS (3,), None where it is not known yet.
-        clock: of the run.
-        limits: of the verdict.
-        few_steps: steps of the run that are known, where these are too few, see `few_peers`; None: enough.
+        usual: the run's usual fluctuation for each of PATTERNS (3,); None: not known yet.
+        clock: clock of the run.
+        limits: limits of the verdict.
+        few_steps: number of known steps of the run, if these are too few, see `few_peers`; None: there are
+            enough.
     """
     mine = [track for track in tracks if watch.is_of(track.verdict)]
     track = max(mine, key=lambda track: (track.exact, track.seen), default=None)
@@ -319,14 +323,14 @@ def lacking(
 
 def few_peers(verdict: Verdict, ranks: int, steps: int, limits: Thresholds) -> bool:
     """
-    Return whether too few other ranks and steps show what is usual: work of one or two may stay alike for
-    some steps, and then one of them is late in all of these.
+    Return whether too few other ranks and steps show what is usual. The work of one or two ranks may stay
+    alike for some steps; one of them is then late in all of these steps.
 
     Args:
-        verdict: names the late ranks.
-        ranks: of the run.
-        steps: of the run that are known.
-        limits: of the verdict.
+        verdict: verdict that names the late ranks.
+        ranks: number of ranks of the run.
+        steps: number of known steps of the run.
+        limits: limits of the verdict.
     """
     lasts = verdict.meaning.names == "ranks" and verdict.pattern == "lasting"
     return lasts and ranks - len(verdict.ranks) <= _FEW_PEERS and steps < limits.window_steps

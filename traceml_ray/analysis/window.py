@@ -1,4 +1,4 @@
-"""Rows of all ranks brought onto common steps: what every judgement starts from."""
+"""The rows of all ranks aligned on common steps: the input of every judgement."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ MAX_MISSING = 64
 @dataclass(frozen=True)
 class RankRows:
     """
-    What one rank reported: `keys` int64 (n,), `flags` uint8 (n,), `rows` int64 ns (n, 6).
+    Rows that one rank reported: `keys` int64 (n,), `flags` uint8 (n,), `rows` int64 ns (n, 6).
 
-    Whom it exchanges gradients with, and how the job is parallel, are None where that is not known.
+    `group` (the ranks it exchanges gradients with) and `strategy` (how the job is parallel) are None if not
+    known.
     """
 
     rank: int
@@ -52,11 +53,11 @@ class Window:
     """
     The steps that every live rank reported, in order. A step has a row for each of its exchanges.
 
-    `keys` (K,), `ranks` (R,) ascending, `nodes` one label per rank, `d` int64 ns (K, R, 6),
-    `flags` uint8 (K, R). `expected` is the world size, `missing` the ranks that do not report (of very
-    many, the lowest), `lacking` (G,) the keys inside the window's range that some live rank lacks, but
-    not those of which a rank has a row that is in no statistic.
-    `groups` has one entry per rank, see `RankRows`, `strategies` all that occur.
+    `keys` (K,), `ranks` (R,) ascending, `nodes` one label per rank, `d` int64 ns (K, R, 6), `flags` uint8 (K,
+    R). `expected` is the world size. `missing` has the ranks that do not report (if there are very many, the
+    lowest). `lacking` (G,) has the keys inside the window's range that some live rank lacks, except keys for
+    which a rank has a row that no statistic covers. `groups` has one entry per rank, see `RankRows`;
+    `strategies` has all strategies that occur.
     """
 
     keys: Int64
@@ -85,8 +86,8 @@ class Window:
     """
     held: Int64 | None = None
     """
-    For one role of several: by how much longer than the other replicas it waited for roles on that way, in ns
-    (K, R, roles).
+    For one role of several: by how much longer than the other replicas each replica waited for roles on the
+    way to the exchange of each role, in ns (K, R, roles).
     """
 
     @property
@@ -115,8 +116,8 @@ class Window:
 
     def without_open_step(self) -> Window:
         """
-        Return the window without its last step, if that has fewer rows than another one has: the ranks may be
-        in the middle of it.
+        Return the window without its last step, if that step has fewer rows than another one. The ranks may
+        be in the middle of it.
         """
         starts = self.starts
         if len(starts) in (0, len(self.keys)):
@@ -137,7 +138,7 @@ class Window:
 
     @property
     def gaps(self) -> int:
-        """Number of steps inside the window's range of which some live rank lacks a row."""
+        """Number of steps inside the window's range for which some live rank lacks a row."""
         return len(np.unique(self.lacking >> SEGMENT_BITS))
 
     @property
@@ -156,15 +157,16 @@ class Window:
     @property
     def waits_inside(self) -> bool:
         """
-        Whether ranks wait for each other inside forward and backward (FSDP), not at the end of a step only.
+        Whether ranks wait for each other inside forward and backward (FSDP), not only at the end of a step.
 
-        A row has the sum of these waits, so it is not known whose lateness hides behind whose.
+        A row has the sum of these waits, so it is not known whether one rank's lateness hides behind
+        another's.
         """
         return any("fsdp" in strategy for strategy in self.strategies)
 
     @property
     def inferred(self) -> tuple[str, ...]:
-        """Functions in which ranks are inferred to exchange gradients, see `INFERRED`."""
+        """Functions in which ranks appear to exchange gradients, see `INFERRED`."""
         parts = {part for strategy in self.strategies for part in strategy.split("+")}
         return tuple(sorted(part.removesuffix(INFERRED) for part in parts if part.endswith(INFERRED)))
 
@@ -201,9 +203,9 @@ class Window:
         """
         Return the window of every group of ranks that exchange gradients, in order of their lowest rank.
 
-        Ranks of unknown group, and those that no live rank speaks for, are one together; so are ranks of
-        which each is alone. A missing rank is counted where its group says so, and listed there if it is
-        clear that it is its.
+        Ranks of unknown group, and missing ranks of a group without a live rank, form one group; so do the
+        ranks whose group is only themselves. A missing rank is counted in the group that reports a larger
+        size, and listed there if it clearly belongs to it.
         """
         groups = set(self.groups)
         known = sorted(group for group in groups if group is not None)
@@ -253,7 +255,7 @@ class Window:
 
 
 def no_values() -> Float:
-    """Return an array of no number: the default of a field whose values are not known."""
+    """Return an empty array, the default of a field whose values are not known."""
     return np.empty(0)
 
 

@@ -89,7 +89,10 @@ def _who(window: Window, places: Sequence[int]) -> str:
 
 
 def _whole_node(window: Window, places: Sequence[int]) -> str | None:
-    """Return the node all of whose ranks are `places`, if these are two or more of several nodes' ranks."""
+    """
+    Return the node whose ranks are exactly `places`. There must be two or more, and ranks
+    on other nodes.
+    """
     node = window.nodes[places[0]]
     of_node = {place for place, other in enumerate(window.nodes) if other == node}
     return node if 1 < len(of_node) < len(window.nodes) and of_node == set(places) else None
@@ -190,15 +193,15 @@ def saving(
     whole_time: str,
 ) -> str:
     """
-    Return what fixing a finding saves, in one sentence.
+    Return the saving from fixing a finding, in one sentence.
 
     Args:
-        label: its label.
-        ranks: how many ranks it names.
-        stages: in how many stages they are late.
-        alone_pct: what fixing the first cause alone saves, %.
-        together_pct: what fixing all causes saves, %.
-        at_most: it may be less.
+        label: label of the finding.
+        ranks: number of ranks that it names.
+        stages: number of stages in which they are late.
+        alone_pct: saving if only the first cause is fixed, in %.
+        together_pct: saving if all causes are fixed, in %.
+        at_most: whether the saving may be less.
         whole_time: what these are shares of: "the step", "the run".
     """
     cost = f"{text.percent(together_pct)} of {whole_time}"
@@ -216,8 +219,8 @@ def saving(
 
 def named(evidence: Evidence, finding: Finding, timing: Timing, *, whole_run: bool) -> tuple[str, str]:
     """
-    Return (why, next) for a finding with causes: a sentence for each label that a rule gives. What fixing it
-    saves is said by `saving`, once the cost of the whole episode is known.
+    Return (why, next) for a finding with causes: a sentence for each label that a rule gives. `saving` adds
+    the sentence about the saving, once the cost of the whole episode is known.
     """
     if finding.label == "imbalance":
         why, advice = _imbalance(evidence, finding)
@@ -378,8 +381,8 @@ def _when(window: Window, timing: Timing, whole_run: bool) -> str:
 
 def _look(evidence: Evidence, *causes: Cause) -> str:
     """
-    Return what to look at for causes of the same ranks, each thing once; first what the node's
-    ranks share.
+    Return what to look at for causes of the same ranks, each point once. What the node's ranks share comes
+    first.
     """
     node = _whole_node(evidence.window, causes[0].places)
     looks = [[f"what the ranks of {node} share (network, CPU, memory, cooling)"]] if node else []

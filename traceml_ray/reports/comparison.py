@@ -78,7 +78,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     """First step that is compared; the warm-up is left out. `last_step` is the last one."""
     last_step: int | None = None
     verdict: str | None = None
-    """Verdict on the run, in one line."""
+    """Verdict on the run, in one line; None: not known."""
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
