@@ -1,1 +1,1 @@
-"""Traces of torch's profiler: files in; tables, differences and one merged trace out."""
+"""Traces of torch's profiler. Reads files; makes tables, differences and one merged trace."""

@@ -1,4 +1,4 @@
-"""Data of a profile page, read once from its traces: table of operations, time of each rank."""
+"""Data of a profile page, read once from its traces: table of operations, and time of each rank."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ class RankSpent(msgspec.Struct, frozen=True):
 
     rank: int
     all: Spent
-    """What one step spent."""
+    """Time spent in one step."""
     stages: dict[str, Spent]
-    """What each stage spent, of the stages that were recorded completely."""
+    """Time spent in each stage, for the stages that were recorded completely."""
 
 
 class Breakdown(msgspec.Struct, frozen=True):
     """What pages show of a profile's traces."""
 
     operations: list[Operation]
-    """Those with most time of their own first; at most `MOST`."""
+    """Operations with the largest own time, in that order. At most `MOST`."""
     n_operations: int
-    """Number of operations in the traces, those left out of `operations` included."""
+    """Number of operations in the traces, including those left out of `operations`."""
     ranks: list[RankSpent]
     problems: list[str]
     """Why some ranks are missing, one sentence each."""
     version: str = __version__
-    """Version of this package that read the traces; another version reads them again."""
+    """Version of this package that read the traces. Another version reads them again."""
 
     def stages(self) -> list[str]:
         """Return the stages that can be compared."""
         return [stage for stage in STAGES if sum(stage in rank.stages for rank in self.ranks) > 1]
 
     def slowest(self) -> int | None:
-        """Return the rank whose step has most time without waiting; None with fewer than two ranks."""
+        """Return the rank whose step has the largest time without waiting. None with fewer than two ranks."""
         if len(self.ranks) < 2:
             return None
         return max(self.ranks, key=lambda rank: rank.all.step_ns - rank.all.waiting_ns).rank
@@ -58,7 +58,7 @@ class Breakdown(msgspec.Struct, frozen=True):
     def difference(
         self, rank: int, beside: int | Literal["median"] = MEDIAN, stage: str | None = None
     ) -> Difference | None:
-        """Return what one rank does more of than others; None if that was not recorded."""
+        """Return what one rank does more of than others. None if that was not recorded."""
         spent_by_rank = {
             rank_times.rank: rank_times.all if stage is None else rank_times.stages.get(stage)
             for rank_times in self.ranks
@@ -79,7 +79,7 @@ def encode(made: Breakdown) -> bytes:
 
 
 def decode(data: bytes) -> Breakdown:
-    """Return a breakdown from `encode`. Raises ValueError, also if another version wrote it."""
+    """Decode a breakdown from `encode`. Raises ValueError, also if another version wrote it."""
     try:
         made = _DECODER.decode(data)
     except (msgspec.DecodeError, RecursionError, TypeError) as error:
@@ -90,7 +90,7 @@ def decode(data: bytes) -> Breakdown:
 
 
 def breakdown(sources: Sequence[Source], by_shape: bool = False) -> Breakdown:
-    """Return the breakdown of a profile's traces; a trace that cannot be read becomes a problem."""
+    """Return the breakdown of a profile's traces. A trace that cannot be read becomes a problem."""
     operations, ranks, problems = list[Operation](), list[RankSpent](), list[str]()
     for source in sources:
         try:
@@ -104,7 +104,7 @@ def breakdown(sources: Sequence[Source], by_shape: bool = False) -> Breakdown:
                 try:
                     stages[stage] = spent_in(source, trace, nesting, stage)
                 except RecordingError:
-                    continue  # there is no such stage in these steps
+                    continue  # these steps do not have the stage
             ranks.append(RankSpent(source.rank, spent_in(source, trace, nesting), stages))
         except (TraceError, RecordingError) as error:
             problems.append(f"{source.label}: {error}")

@@ -1,8 +1,8 @@
 """
-Reads Chrome's Trace Event Format, plain or gzip, event by event: memory does not grow with the file.
+Reads Chrome's Trace Event Format, plain or gzip, event by event. Memory use does not grow with the file.
 
-Both forms are read, an object with `traceEvents` and a bare array. What torch writes beside the events stands
-in `header`.
+Both forms are supported: an object with `traceEvents`, and a bare array. The other fields that torch writes
+are in `header`.
 """
 
 from __future__ import annotations
@@ -24,27 +24,30 @@ MAX_BYTES = 4 << 30
 """Largest size of an unpacked trace, in bytes."""
 MAX_EVENTS = 3_000_000
 _MAX_VALUE = 2 << 20
-"""Characters of one event, and of all that stands beside the events."""
+"""Largest number of characters in one event, and in all fields other than the events."""
 _CHUNK = 1 << 18
 _GZIP = b"\x1f\x8b"
-_DECODER = json.JSONDecoder(strict=False)  # torch writes names of operations as they are
+# torch writes names of operations without escaping control characters
+_DECODER = json.JSONDecoder(strict=False)
 _BETWEEN = re.compile(r"[\s,]*")
 _SHOWN = 100
 _ADVICE = "record fewer steps, or without stacks"
 
 
 class TraceError(ValueError):
-    """A file that is no trace, is damaged, or has more in it than is read."""
+    """The file is not a trace, is damaged, or has more than the allowed size or number of events."""
 
 
 class ChromeTrace:
     """
-    The events of one file, in its order; they can be asked for again. Raises TraceError, with the path.
+    The events of one file, in its order. They can be iterated more than once. Raises TraceError, with the
+    path.
 
     Args:
         path: a regular file.
-        window: only what begins then, ns on the wall clock; where the trace's times are of that.
-        max_bytes, max_events: a trace that has more is refused.
+        window: only events that begin in this time, ns on the wall clock. Used if the trace has wall-clock
+            times.
+        max_bytes, max_events: a larger trace is refused.
     """
 
     def __init__(
@@ -57,7 +60,8 @@ class ChromeTrace:
         self.path, self._window = path, window
         self.header: dict[str, Any] = {}
         """
-        Fields beside the events: those before them once the first event is read, all of them at the end.
+        Fields other than the events. After the first event: those before the events. At the
+        end: all of them.
         """
         self._max_bytes, self._max_events = max_bytes, max_events
 
@@ -95,12 +99,12 @@ class ChromeTrace:
             size_of_header += length + more
             if size_of_header > _MAX_VALUE:
                 raise TraceError("it is not a trace of torch: it has too much besides its events")
-        text.at_end()  # gzip has a checksum there
+        text.at_end()  # gzip verifies its checksum there
         if not has_events:
             raise TraceError("it is not a trace: there is no traceEvents in it")
 
     def _listed(self, text: _Text, whole: bool) -> Iterator[dict[str, Any]]:
-        """Yield the events of an array; where it need not be `whole`, its end may be missing."""
+        """Yield the events of an array. Unless it must be `whole`, its end may be missing."""
         number = 0
         while not text.skip("]"):
             if not whole and text.at_end():
@@ -115,7 +119,7 @@ class ChromeTrace:
                 yield event
 
     def _is_inside(self, event: dict[str, Any], begin_ns: int, end_ns: int) -> bool:
-        """Return whether an event lies in the requested time, or has no time."""
+        """Return whether an event is inside the requested time, or has no time."""
         at_us, base_ns = event.get("ts"), self.header.get("baseTimeNanoseconds")
         if event.get("ph") == "M" or not isinstance(at_us, int | float) or not isinstance(base_ns, int):
             return True
@@ -123,7 +127,7 @@ class ChromeTrace:
 
 
 class _Text:
-    """Reads the characters of a file; holds only those of the current value."""
+    """Reads the characters of a file. Holds only those of the current value."""
 
     def __init__(self, file: BinaryIO | gzip.GzipFile, max_bytes: int) -> None:
         self._file, self._left, self._max_bytes = file, max_bytes, max_bytes
@@ -137,13 +141,13 @@ class _Text:
         return self._before + self._at
 
     def skip(self, expected: str) -> bool:
-        """Skip white space and commas, and `expected` if it is next; return whether it was."""
+        """Skip white space and commas, and `expected` if it is next. Returns whether it was."""
         matches = self._next() == expected
         self._at += matches
         return matches
 
     def at_end(self) -> bool:
-        """Whether all characters have been read."""
+        """Return whether all characters have been read."""
         return self._next() == ""
 
     def _next(self) -> str:
@@ -156,7 +160,7 @@ class _Text:
                 return ""
 
     def value(self) -> tuple[Any, int]:
-        """Return the next JSON value, and its length in characters."""
+        """Return the next JSON value and its length in characters."""
         if self.at_end():
             raise TraceError("it is cut off, its end is missing")
         while True:
@@ -165,15 +169,15 @@ class _Text:
             except json.JSONDecodeError as error:
                 self._longer(error.msg)
                 continue
-            except (RecursionError, ValueError) as error:  # ValueError: an integer of thousands of digits
+            except (RecursionError, ValueError) as error:  # ValueError: an integer with thousands of digits
                 raise TraceError(self._damage(str(error))) from None
-            if end == len(self._buffer) and self._more():  # a number may go on
+            if end == len(self._buffer) and self._more():  # a number may continue
                 continue
             length, self._at = end - self._at, end
             return value, length
 
     def _longer(self, reason: str) -> None:
-        """Have more of a value that is not whole in what has been read."""
+        """Read more characters, because the current value is incomplete."""
         if len(self._buffer) - self._at > _MAX_VALUE:
             raise TraceError(self._damage(reason))
         if not self._more():
@@ -183,7 +187,7 @@ class _Text:
         return f"it is damaged at character {self.position:,}: {reason[:_SHOWN]}"
 
     def _more(self) -> bool:
-        """Read on; False at the end of the file."""
+        """Read more characters. Returns False at the end of the file."""
         if self._over:
             return False
         data = self._file.read(min(max(_CHUNK, len(self._buffer) - self._at), self._left + 1))
@@ -197,7 +201,7 @@ class _Text:
 
 
 def _unpacked(file: BinaryIO) -> BinaryIO | gzip.GzipFile:
-    """Return what reads the file, unpacked where it is packed."""
+    """Return a reader of the file that unpacks it if it is gzip."""
     packed = file.read(len(_GZIP)) == _GZIP
     file.seek(0, io.SEEK_SET)
     return gzip.GzipFile(fileobj=file) if packed else file

@@ -1,10 +1,10 @@
 """
-What one rank does more of than others, operation by operation: time of a rank in a step, and how much of it
-is waiting.
+Compares ranks by operation: what one rank does more of than others, its time in a step, and how much of it is
+waiting.
 
-A rank that waits for others does so inside collectives, and in what synchronises with its device: that time
-is the effect of a difference elsewhere, and is kept apart. Sets of time are arrays [k, 2] of begin and end in
-ns, sorted and disjoint.
+A rank waits for others inside collectives and in operations that synchronise with its device. That time is
+the effect of a difference elsewhere, so it is kept separate. Sets of time are arrays [k, 2] of begin and end
+in ns, sorted and disjoint.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def length(one: Ints) -> int:
 
 
 def before(times: Ints, one: Ints) -> Ints:
-    """Return how much of the set lies before each time, in ns, shape [n]."""
+    """Return how much of the set is before each time, in ns, shape [n]."""
     if not len(one):
         return np.zeros(len(times), np.int64)
     begun = np.searchsorted(one[:, 0], times, side="right")
@@ -66,7 +66,7 @@ def before(times: Ints, one: Ints) -> Ints:
 
 
 def within(times: Ints, one: Ints) -> npt.NDArray[np.bool_]:
-    """Return whether each time lies in the set, shape [n]."""
+    """Return whether each time is in the set, shape [n]."""
     if not len(one):
         return np.zeros(len(times), bool)
     index = np.searchsorted(one[:, 0], times, side="right") - 1
@@ -75,10 +75,10 @@ def within(times: Ints, one: Ints) -> npt.NDArray[np.bool_]:
 
 
 def _where(one: Ints, other: Ints, depth: int) -> Ints:
-    """Return the time covered by exactly that many of two sets."""
+    """Return the time that is covered by exactly `depth` of two sets."""
     edges = np.r_[one.reshape(-1), other.reshape(-1)]
     step = np.r_[np.tile([1, -1], len(one)), np.tile([1, -1], len(other))]
-    order = np.lexsort((step, edges))  # an end before a beginning at the same time
+    order = np.lexsort((step, edges))  # at equal times, an end before a begin
     edges, depths = edges[order], np.cumsum(step[order])
     starts = np.flatnonzero(depths == depth)
     return np.stack([edges[starts], edges[starts + 1]], axis=1) if len(starts) else np.empty((0, 2), np.int64)
@@ -87,14 +87,14 @@ def _where(one: Ints, other: Ints, depth: int) -> Ints:
 OUTSIDE = "(outside of operations)"
 Key = tuple[str, Kind | Literal["outside"]]
 _SYNCHRONISES = "Synchronize"
-"""In the names of the calls of CUDA's runtime in which a thread waits for its device."""
+"""Part of the names of CUDA runtime calls in which a thread waits for its device."""
 _STEP = "ProfilerStep#"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+(?=>)")
-"""Address of an object in the name of a Python function; it differs from process to process."""
+"""Address of an object in the name of a Python function. It differs between processes."""
 
 
 class RecordingError(ValueError):
-    """The requested step or stage was not recorded; the message says what was."""
+    """The requested step or stage was not recorded. The message says what was."""
 
 
 @dataclass
@@ -102,7 +102,10 @@ class Spent:
     """Time that one rank spends in a step, or in one stage of it."""
 
     steps: int
-    """Number of completely recorded steps; 0: the trace has no steps, all numbers cover the whole trace."""
+    """
+    Number of completely recorded steps. 0: the trace has no steps, and all numbers cover the
+    whole trace.
+    """
     step_ns: float
     """Mean length of a step, in ns."""
     waiting_ns: float = 0.0
@@ -111,8 +114,8 @@ class Spent:
     """Whether work of a device was recorded."""
     operations: dict[Key, tuple[float, float, float]] = field(default_factory=dict)
     """
-    Calls, thread time (ns) and device time (ns) of each operation in a step, without the operations inside.
-    Of a collective in a thread of its own, only the time in which the rank does nothing but wait for it.
+    (calls, thread ns, device ns) of each operation in a step, without the operations inside it. For a
+    collective in a thread of its own, only time in which the rank does nothing but wait for it.
     """
     waits: set[Key] = field(default_factory=set)
     """Operations in which the rank waits."""
@@ -124,10 +127,10 @@ class Spent:
 
 def spent(source: Source, stage: str | None = None) -> Spent:
     """
-    Return the time of a rank in a step, or in `stage` of it.
+    Return the time of a rank in a step, or in `stage` of the step.
 
     Raises:
-        RecordingError: no whole step, or stage, was recorded.
+        RecordingError: no complete step, or stage, was recorded.
         TraceError: the trace cannot be read.
     """
     trace = read_trace(source.path, source.window)
@@ -135,7 +138,7 @@ def spent(source: Source, stage: str | None = None) -> Spent:
 
 
 def spent_in(source: Source, trace: Trace, nesting: Nesting, stage: str | None = None) -> Spent:
-    """Return the time of a rank as `spent` does, from a trace that has been read. Raises RecordingError."""
+    """Return the same as `spent`, from a trace that is already read. Raises RecordingError."""
     windows, steps = _windows(source, trace, stage)
     spent = Spent(steps, length(windows) / max(steps, 1), device=bool(trace.on_device.any()))
     reading = _Reading(trace, nesting, windows)
@@ -144,7 +147,7 @@ def spent_in(source: Source, trace: Trace, nesting: Nesting, stage: str | None =
 
 
 def _windows(source: Source, trace: Trace, stage: str | None) -> tuple[Ints, int]:
-    """Return the time that is looked at, and how many steps, or stages, are whole in it."""
+    """Return the time to analyse, and the number of complete steps, or stages, in it."""
     if stage is not None:
         first_ns = min((step.begin_ns for step in source.steps), default=0)
         stage_intervals = [
@@ -191,14 +194,14 @@ class _Reading:
         exchanging = np.array([bool(exchanges(name)) for name in trace.names], bool)[trace.name] & host
         aside = np.isin(trace.lane, trace.lane[exchanging])
         self._exchanging = exchanging
-        """Collectives in threads that do nothing else, shape [n]."""
+        """Whether an operation is a collective in a thread that does nothing else, shape [n]."""
         self._in_flight = union(trace.begin_ns[exchanging], trace.end_ns[exchanging])
-        """Times at which any such collective is in flight."""
+        """Times at which any such collective is in progress."""
         self._host = host & ~aside
-        """Operations of the threads that train, shape [n]."""
+        """Whether an operation belongs to a thread that trains, shape [n]."""
 
     def fill(self, spent: Spent) -> None:
-        """Add up what is spent, by operation."""
+        """Add the time spent, by operation, to `spent`."""
         trace, nesting = self._trace, self._nesting
         steps = np.array([name.startswith(_STEP) for name in trace.names], bool)[trace.name]
         inside = nesting.counted & ~nesting.launched & ~steps & within(trace.begin_ns, self._windows)
@@ -229,8 +232,9 @@ class _Reading:
 
     def _waited(self) -> tuple[Ints, Ints]:
         """
-        Return when no operation runs while a collective is in flight: a thread waits for it. And in which
-        range or function that is, [k]; -1: in none.
+        Return (times, operations). The times are those at which no operation runs while a collective is in
+        progress: a thread waits for it. The operations [k] are the range or function that contains each time;
+        -1: none.
         """
         trace = self._trace
         working = self._time_of(self._host & self._work[self._pair])
@@ -242,8 +246,10 @@ class _Reading:
 
     def _waited_for(self, waited: Ints) -> Ints:
         """
-        Return how much of the `waited` time belongs to each collective in flight, [n]: of several at a time
-        to the one that began first, so that all of them together are the time that was waited.
+        Return how much of the `waited` time belongs to each collective in progress, [n].
+
+        If several are in progress, the time belongs to the one that began first. So the sum over all is the
+        waited time.
         """
         begin_ns = self._trace.begin_ns[self._exchanging]
         end_ns = self._trace.end_ns[self._exchanging]
@@ -260,7 +266,7 @@ class _Reading:
         return int(np.bincount(lanes).argmax()) if len(lanes) else -1
 
     def _outside(self, waited: Ints) -> int:
-        """Return for how long nothing that has a name runs, and no rank is waited for."""
+        """Return the time in which no named operation runs and no rank is waited for."""
         named = np.array([not name.startswith(_STEP) for name in self._trace.names], bool)[self._trace.name]
         running = self._time_of(self._host & named)
         return length(without(without(self._windows, running), waited))
@@ -276,13 +282,13 @@ _LIMITS = ProfileLimits()
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """One operation of a rank and of the others; own times per step, without the operations inside it."""
+    """One operation of a rank, compared with others. Own times per step, without the operations inside it."""
 
     name: str
-    """Name of the operation; `OUTSIDE`: the time in which no operation runs."""
+    """Name of the operation. `OUTSIDE`: the time in which no operation runs."""
     kind: Kind | Literal["outside"]
     more_ms: float
-    """Additional time of the rank, in ms a step: of its threads or of the device, whichever is larger."""
+    """Additional time of the rank in ms per step: of its threads or of the device, whichever is larger."""
     on_device: bool
     """Whether `more_ms` is time of the device."""
     calls: float
@@ -290,31 +296,33 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     self_cpu_ms: float
     other_self_cpu_ms: float
     self_device_ms: float | None
-    """Device time of the rank in ms; None if no device was recorded."""
+    """Device time of the rank in ms. None if no device was recorded."""
     other_self_device_ms: float | None
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank beside another, or beside the median of others; all numbers are of one step."""
+    """A rank compared with another, or with the median of others. All numbers are per step."""
 
     rank: int
     others: list[int]
     """The rank compared with, or the ranks whose median is compared with."""
     stage: str | None
-    """Stage that the comparison is limited to: only operations that begin in it."""
+    """Stage to which the comparison is limited: only operations that begin in it count."""
     steps: int
     """
-    Number of completely recorded steps of the rank; 0: the trace has no steps, the numbers cover all of it.
+    Number of completely recorded steps of the rank. 0: the trace has no steps, and the numbers cover all of
+    it.
     """
     step_ms: float
     waiting_ms: float
-    """Waiting time of the rank, in ms a step: in collectives and for its device."""
+    """Waiting time of the rank in ms per step: in collectives and for its device."""
     other_waiting_ms: float
     operations: list[Compared]
     """Operations, the one that explains most first."""
     waits: list[Compared]
     """
-    Operations that make up `waiting_ms`. Of a collective in its own thread: the time that no work hides.
+    Operations in which `waiting_ms` was spent. For a collective in its own thread: the time that no work
+    hides.
     """
     sentences: list[str]
 
@@ -323,7 +331,7 @@ def difference(
     sources: Sequence[Source], rank: int, beside: int | Literal["median"] = MEDIAN, stage: str | None = None
 ) -> Difference:
     """
-    Return what `rank` does more of than another, or than the median of all others of `sources`.
+    Return what `rank` does more of than another rank, or than the median of all others of `sources`.
 
     Raises:
         RecordingError: a rank, or the stage, was not recorded.
@@ -354,7 +362,7 @@ def _lacking(wanted: int, available: Iterable[int], unknown: Sequence[str]) -> s
 
 
 def compare(rank: int, rank_spent: Spent, others: dict[int, Spent], stage: str | None) -> Difference:
-    """Return the difference between what one rank spends and the median of what others do."""
+    """Return the difference between the time of one rank and the median time of others."""
     names = dict.fromkeys(key for times in (rank_spent, *others.values()) for key in times.operations)
     rows = [_compared(key, rank_spent, list(others.values())) for key in names]
     rows.sort(key=lambda row: -row.more_ms)
@@ -384,7 +392,7 @@ def _median(values_ns: Iterable[float]) -> float:
 
 
 def _compared(key: Key, rank_spent: Spent, others: Sequence[Spent]) -> Compared:
-    """Return one operation; those who do not have it spend nothing in it."""
+    """Return the comparison of one operation. A rank without the operation spends no time in it."""
     mine = rank_spent.of(key)
     theirs = np.median([other.of(key) for other in others], axis=0)
     device = rank_spent.device or any(other.device for other in others)
@@ -405,7 +413,7 @@ def _compared(key: Key, rank_spent: Spent, others: Sequence[Spent]) -> Compared:
 
 
 def sentences(difference: Difference) -> list[str]:
-    """Return what the difference is, in words: the operations that explain most of it, and who waits."""
+    """Return the difference in sentences: the operations that explain most of it, and which rank waits."""
     more = sum(row.more_ms for row in difference.operations if row.more_ms > 0)
     least = max(_LIMITS.named_share * more, _LIMITS.least_share * difference.step_ms)
     named = [row for row in difference.operations if row.more_ms >= least][: _LIMITS.most_named]

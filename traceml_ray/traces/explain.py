@@ -1,7 +1,8 @@
 """
-Says by operation why a rank is late, of a profile that was made for that.
+Explains by operation why a rank is late, for a profile that was made for this purpose.
 
-`python -m traceml_ray.traces.explain FOLDER` is a process of its own: reading traces takes seconds of a core.
+`python -m traceml_ray.traces.explain FOLDER` runs in a separate process, because reading traces takes seconds
+of a CPU core.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from traceml_ray.traces.sources import sources_of_profile
 
 def explain(stored: StoredProfile) -> list[str]:
     """
-    Return what the suspect of a profile does more of than the median rank: inside the late stage if something
-    is found there, else in the whole step; empty if that was not recorded.
+    Return what the suspect of a profile does more of than the median rank.
+
+    The comparison is inside the late stage if that shows a difference, otherwise over the whole step. Empty
+    if that was not recorded.
     """
     profile, compared = stored.profile, None
     if profile.suspect is None or profile.median is None:
@@ -42,7 +45,7 @@ def _names_an_operation(difference: Difference) -> bool:
 
 
 def main() -> int:
-    """Explain the profile in the folder that is given, and note it in its manifest."""
+    """Explain the profile in the given folder, and write the explanation to its manifest."""
     path = Path(sys.argv[1])
     os.nice(10)
     stored = StoredProfile(path, read_profile(path))

@@ -1,5 +1,5 @@
 """
-torch's table of operations, `key_averages()`, over the traces of many ranks; and as a file: JSON, CSV,
+torch's table of operations, `key_averages()`, over the traces of many ranks. Also writes it as JSON, CSV or
 parquet.
 """
 
@@ -21,9 +21,9 @@ from traceml_ray.traces.trace import DEVICE, MEMORY, Ints, Nesting, Trace, nest,
 
 Kind = Literal["operation", "range", "runtime", "python", "device", "memory"]
 """
-operation: of torch; range: with a name that somebody gave (`record_function`, a collective of gloo);
-runtime: a call of CUDA's; python: a function, where stacks are recorded; device: what a device did; memory:
-what was allocated or freed outside of all of these.
+`operation`: an operation of torch. `range`: a range with a given name (`record_function`, a collective of
+gloo). `runtime`: a call of CUDA's runtime. `python`: a Python function, if stacks are recorded. `device`:
+work of a device. `memory`: memory allocated or freed outside of all these.
 """
 _KINDS: dict[str, Kind] = {
     "user_annotation": "range",
@@ -33,7 +33,7 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(DEVICE, "device"),
 }
 _STEP, _STEPS = "ProfilerStep", "ProfilerStep#"
-"""Each is of one step; in a table they are one."""
+"""Each name is of one step. The table sums them in one row."""
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,19 +42,19 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     node_id: str | None
     """Ray's id of the node."""
     node: str | None
-    """Label of the node, or the name of the host."""
+    """Label of the node, or name of the host."""
     rank: int | None
     name: str
     kind: Kind
     input_shapes: str | None
-    """Input shapes as JSON; only in a table by shapes."""
+    """Input shapes as JSON. Only in a table by shapes."""
     calls: int
     self_cpu_ms: float
     """Time of threads in ms, without the operations inside."""
     cpu_ms: float
     """Time of threads in ms, with the operations inside."""
     self_device_ms: float | None = None
-    """Time of the device in ms, without that of the operations inside."""
+    """Time of the device in ms, without the operations inside."""
     device_ms: float | None = None
     """Time of the device in ms, with the operations inside."""
     self_cpu_bytes: int | None = None
@@ -69,15 +69,15 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 NUMBERS = tuple(
     name for name in Operation.__struct_fields__ if name == "calls" or name.endswith(("_ms", "_bytes"))
 )
-"""Columns that the table can be sorted by."""
+"""Columns by which the table can be sorted."""
 
 
 class ColumnError(ValueError):
-    """The table has no such column to sort by."""
+    """The table cannot be sorted by that column."""
 
 
 def kind_of(category: str) -> Kind:
-    """Return the kind of operation that a category of the trace stands for."""
+    """Return the kind of operation for a category of the trace."""
     return _KINDS.get(category, "operation")
 
 
@@ -98,7 +98,7 @@ def operations_of_trace(
     keys: dict[tuple[str, Kind, str | None], int] = {}
     names = [f"{_STEP}*" if name.startswith(_STEPS) else name for name in trace.names]
     kinds = [kind_of(category) for category in trace.categories]
-    shapes = [*trace.shapes, None]  # the last, -1, is that of an operation without any
+    shapes = [*trace.shapes, None]  # the last element, at index -1, is for operations without shapes
     columns = trace.name[counted], trace.category[counted], trace.shape[counted]
     groups = [
         keys.setdefault((names[name], kinds[category], shapes[shape] if by_shape else None), len(keys))
@@ -120,7 +120,7 @@ def operations_of_trace(
 
 
 def _columns(trace: Trace, nesting: Nesting) -> dict[str, Ints]:
-    """Return the values of each operation, by column of the table; times in ns."""
+    """Return the values of each operation, by column of the table. Times are in ns."""
     device, memory = bool(trace.on_device.any()), len(trace.memory.t_ns) > 0
     columns = {
         "calls": np.ones(len(trace), np.int64),
@@ -137,7 +137,7 @@ def _columns(trace: Trace, nesting: Nesting) -> dict[str, Ints]:
 
 
 def _outside(source: Source, trace: Trace, nesting: Nesting) -> list[Operation]:
-    """Return the memory that no operation has allocated, as an operation."""
+    """Return memory that was allocated outside of all operations, as an operation."""
     host, device = nesting.outside.tolist()
     sums = {
         "calls": nesting.outside_calls,
@@ -160,7 +160,7 @@ def _operation(
 
 
 def sort(operations: Iterable[Operation], column: str) -> list[Operation]:
-    """Return operations, those with most of a column first, unknown last. Raises ColumnError."""
+    """Return operations sorted by a column, largest first and unknown last. Raises ColumnError."""
     if column not in NUMBERS:
         known = ", ".join(NUMBERS)
         raise ColumnError(f"there is no column {column[:40]!r} to sort by; choose one of {known}")
@@ -175,13 +175,13 @@ def select(
     top: int | None = None,
 ) -> list[Operation]:
     """
-    Return some of the operations, in their order.
+    Return a selection of the operations, in the same order.
 
     Args:
         operations: of any ranks.
-        names: a part of the name, or a pattern with `*`, `?` and `[...]` for all of it.
-        ranks: of these ranks only.
-        top: the first ones, so many.
+        names: part of the name, or a pattern with `*`, `?` and `[...]` for the whole name.
+        ranks: only operations of these ranks.
+        top: only the first operations, up to this number.
     """
     chosen = [
         operation
@@ -196,16 +196,16 @@ COLUMNS = Operation.__struct_fields__
 
 
 class FormatError(RuntimeError):
-    """A file of this kind cannot be written here; the message says what is missing."""
+    """A file of this kind cannot be written here. The message says what is missing."""
 
 
 def to_json(value: object) -> bytes:
-    """Return operations as a list of objects, by the names of the columns; what is not known is null."""
+    """Return operations as a JSON list of objects, by the names of the columns. Unknown values are null."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 
 def to_csv(operations: Sequence[Operation]) -> bytes:
-    """Return a table with a header; a cell of what is not known is empty."""
+    """Return a CSV table with a header. Cells of unknown values are empty."""
     file = io.StringIO(newline="")
     rows = csv.writer(file)
     rows.writerow(COLUMNS)
@@ -214,7 +214,7 @@ def to_csv(operations: Sequence[Operation]) -> bytes:
 
 
 def to_parquet(operations: Sequence[Operation]) -> bytes:
-    """Return the same as parquet. Raises FormatError where pyarrow is not installed."""
+    """Return the table as parquet. Raises FormatError if pyarrow is not installed."""
     try:
         import pyarrow
         import pyarrow.parquet

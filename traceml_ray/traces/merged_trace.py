@@ -1,13 +1,13 @@
 """
-One trace of many ranks, on one clock: Chrome's Trace Event Format, gzip, as Perfetto opens it.
+Merges the traces of many ranks into one, on one clock: Chrome's Trace Event Format, gzip, for Perfetto.
 
-Each trace is read twice, and passed on event by event: first which threads it has and what ranks do with each
-other, then all of it. A rank becomes a process for its threads, one for each device and one for its steps.
+Each trace is read twice, event by event. The first reading finds its threads and the communication between
+ranks; the second copies the events. In the merged trace a rank has one process for its threads, one for each
+device and one for its steps.
 
-Calls over torch.distributed.rpc: what one worker asks for, and the range of another in which that runs.
-
-A call is a range with the name that torch's own RPC profiling gives it, `rpc_async#run_stage(worker1 ->
-worker2)`; what it runs is a range `run_stage` on the other worker.
+Calls over torch.distributed.rpc are matched with the range of another worker that serves the call. A call is
+a range with the name of torch's own RPC profiling, `rpc_async#run_stage(worker1 -> worker2)`. The function
+that it runs is a range `run_stage` on the other worker.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ class Call(NamedTuple):
 
 
 class Calls:
-    """Collects the calls of some workers. The k-th call of a function is what runs it for the k-th time."""
+    """Collects the calls of some workers. The k-th call of a function matches the k-th range that runs it."""
 
     def __init__(self) -> None:
         self._asked: dict[tuple[str, str], list[CollectivePart]] = defaultdict(list)
-        """Calls, by called worker and function."""
+        """Calls, by (called worker, function)."""
         self._done: dict[tuple[int, str], list[CollectivePart]] = defaultdict(list)
-        """Ranges that serve calls, by index of their trace and name."""
+        """Ranges that serve calls, by (index of their trace, name)."""
         self._workers: dict[str, int] = {}
         self._ranks: dict[int, int] = {}
         self._bounds_ns: dict[int, int] = {}
         self._left = _MOST_RANGES
 
     def add(self, source_index: int, source: Source, trace: Trace, shift_ns: int) -> None:
-        """Take the ranges of one trace, whose times are `shift_ns` before those of all traces."""
+        """Add the ranges of one trace. Its times plus `shift_ns` are on the clock of all traces."""
         self._bounds_ns[source_index] = source.clock_bound_ns or 0
         if source.rank is not None:
             self._ranks[source.rank] = source_index
@@ -70,7 +70,7 @@ class Calls:
             self._left -= 1
             key, end_ns = (int(trace.name[event]), int(trace.lane[event])), int(trace.end_ns[event])
             if end_ns <= ends_ns.get(key, -1):
-                continue  # the same, named twice: by the script, too
+                continue  # the same range, named a second time, possibly by the script
             ends_ns[key] = end_ns
             name, lane = trace.names[key[0]], trace.lanes[key[1]]
             part = CollectivePart(
@@ -100,7 +100,7 @@ class Calls:
 
     def _source_index(self, worker: str) -> int | None:
         """
-        Return the index of a worker's trace. A worker that calls nobody is recognised by the rank at the end
+        Return the index of a worker's trace. A worker that calls nobody is identified by the rank at the end
         of its name.
         """
         number = _NUMBER.search(worker)
@@ -108,11 +108,11 @@ class Calls:
 
 
 _KINDS = frozenset("XBEiICbnestfNODv")
-"""Phases (`ph`) of events that are copied; names of processes and threads are written anew."""
+"""Phases (`ph`) of events that are copied. Names of processes and threads are written anew."""
 _IDS = frozenset({"id", "bind_id"})
 _PROFILER = frozenset({"Iteration Start: PyTorch Profiler", "Record Window End"})
 _STEPS = "\0steps"
-"""No process of a trace is called so."""
+"""Key that is not the name of any process in a trace."""
 _NAMED = 1 << 30
 """First number given to threads that have a name instead of a number."""
 _OUR_IDS = 1 << 48
@@ -136,42 +136,43 @@ class MergedRank(msgspec.Struct, frozen=True):
 
 
 class MergedSummary(msgspec.Struct, kw_only=True):
-    """Summary of a merged trace; stored in the trace itself under `traceml_ray`."""
+    """Summary of a merged trace. It is stored in the trace itself under `traceml_ray`."""
 
     version: str = __version__
     profile: str | None = None
     why: str | None = None
     ranks: list[MergedRank] = []
     collectives: int = 0
-    """Number of collectives recorded on at least two ranks; arrows go from the last rank to the others."""
+    """Number of collectives recorded on at least two ranks. Arrows go from the last rank to the others."""
     unmatched: int = 0
     """Number of parts of collectives that could not be matched with other ranks."""
     apart: int = 0
     """
-    Number of collectives whose parts are further apart than the clocks' error allows; they have no arrows.
+    Number of collectives whose parts are further apart than the clocks' error allows. They
+    have no arrows.
     """
     calls: int = 0
     """Number of calls over torch.distributed.rpc, each with an arrow to the range that served it."""
     notes: list[str] = []
-    """Sentences, about clocks above all."""
+    """Notes in sentences, mostly about clocks."""
 
 
 @dataclass
 class _Rank:
-    """A trace, what its first reading has found, and its processes in the merged one."""
+    """A trace, the result of its first reading, and its processes in the merged trace."""
 
     place: int
     source: Source
     base_ns: int = 0
-    """Time on the clock of all traces that the trace's time stamps are counted from, in ns."""
+    """Origin of the trace's timestamps on the clock of all traces, in ns."""
     begin_ns: int | None = None
-    """Time of its first event in ns; None if the trace has no wall-clock times."""
+    """Time of its first event in ns. None if the trace has no wall-clock times."""
     first_ns: int = 0
-    """Time of its first event by the trace's own clock, in ns."""
+    """Time of its first event on the trace's own clock, in ns."""
     main: str = ""
     """Id of the training process in its trace."""
     devices: frozenset[str] = frozenset()
-    """Process ids in the trace that stand for devices."""
+    """Process ids in the trace that represent devices."""
     pids: dict[str, int] = field(default_factory=dict)
     tids: dict[tuple[str, str], int] = field(default_factory=dict)
     names: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -185,17 +186,17 @@ def merge(
     progress: Callable[[float], object] = lambda _: None,
 ) -> MergedSummary:
     """
-    Write one trace of all `sources`; `out` appears when it is whole. Return what is in it.
+    Write one trace of all `sources`. `out` appears only when it is complete. Returns a summary of it.
 
     Args:
-        sources: of one or more ranks.
-        out: gzip, whatever its name is.
-        profile: they are of; noted in the trace.
-        progress: is called with a share, 0 to 1.
+        sources: traces of one or more ranks.
+        out: path of the gzip file, whatever its suffix.
+        profile: the profile of these traces. It is noted in the merged trace.
+        progress: called with the finished share, 0 to 1.
 
     Raises:
-        TraceError: one of them cannot be read.
-        OSError: it cannot be written.
+        TraceError: a trace cannot be read.
+        OSError: the file cannot be written.
     """
     if not sources:
         raise TraceError("there is no trace to merge")
@@ -206,7 +207,7 @@ def merge(
 
 
 class _Merge:
-    """Reads each trace for the first time when it is made, and for the second in `write`."""
+    """Merges traces. The constructor does the first reading of each trace, `write` the second."""
 
     def __init__(
         self, sources: Sequence[Source], profile: Profile | None, progress: Callable[[float], object]
@@ -265,7 +266,7 @@ class _Merge:
         )
 
     def write(self, file: BinaryIO) -> None:
-        """Write all of it. Raises TraceError, OSError."""
+        """Write the whole merged trace. Raises TraceError, OSError."""
         header = {
             "schemaVersion": 1,
             "displayTimeUnit": "ms",
@@ -286,14 +287,14 @@ class _Merge:
         for collective in self._collectives:
             yield from self._arrows(collective)
         for call in self._calls:
-            if call.asked.begin_ns <= call.done.begin_ns:  # else the clocks are off by as much
+            if call.asked.begin_ns <= call.done.begin_ns:  # otherwise the clocks differ by at least this much
                 begin, end = (call.asked, call.asked.begin_ns), (call.done, call.done.begin_ns)
                 yield from self._arrow("rpc", call.name, begin, end)
         for rank in self._ranks:
             yield from _processes_named(rank)
 
     def _moved(self, rank: _Rank, event: dict[str, Any]) -> dict[str, Any] | None:
-        """Return an event as it is written to the merged trace; None if it is left out."""
+        """Return an event as written to the merged trace. None if it is left out."""
         kind, ts_us = event.get("ph"), event.get("ts")
         if not isinstance(kind, str) or kind not in _KINDS or not isinstance(ts_us, int | float):
             return None
@@ -310,11 +311,11 @@ class _Merge:
         return event
 
     def _us(self, t_ns: int) -> float:
-        """Return a time on the clock of all traces as the merged one has it."""
+        """Return a time on the clock of all traces in µs of the merged trace."""
         return (t_ns - self._base_ns) / 1000
 
     def _lane(self, rank: _Rank, process: str, thread: str) -> tuple[int, int]:
-        """Return the process and the thread of the merged trace; a thread keeps its number."""
+        """Return the process and the thread in the merged trace. A thread keeps its number."""
         if process not in rank.pids:
             rank.pids[process] = next(self._pids)
         if (process, thread) not in rank.tids:
@@ -323,7 +324,7 @@ class _Merge:
         return rank.pids[process], rank.tids[process, thread]
 
     def _id(self, rank: _Rank, given: object) -> int:
-        """Return an id that no other rank has; that of a flow and of its end are the same."""
+        """Return an id that no other rank uses. The begin and the end of a flow get the same id."""
         if type(given) is int and 0 <= given < _OUR_IDS // len(self._ranks):
             return given * len(self._ranks) + rank.place
         key = rank.place, as_text(given)
@@ -332,7 +333,7 @@ class _Merge:
         return self._other_ids[key]
 
     def _steps(self, rank: _Rank) -> Iterator[dict[str, Any]]:
-        """Yield the steps that were recorded, and their rows with the stages of each."""
+        """Yield the recorded steps, and their rows with the stages of each."""
         steps, shift_ns = rank.source.steps, rank.source.clock_offset_ns or 0
         if not steps:
             return
@@ -353,7 +354,7 @@ class _Merge:
         """Yield a flow from the part of the rank that came last to each of the others, which have waited."""
         last = collective.last
         for part in collective.parts:
-            end_ns = max(part.begin_ns, part.end_ns - 1)  # inside
+            end_ns = max(part.begin_ns, part.end_ns - 1)  # inside the slice
             if part is last or end_ns < last.begin_ns:
                 continue
             yield from self._arrow("collective", collective.name, (last, last.begin_ns), (part, end_ns))
@@ -361,7 +362,7 @@ class _Merge:
     def _arrow(
         self, category: str, name: str, begin: tuple[CollectivePart, int], end: tuple[CollectivePart, int]
     ) -> Iterator[dict[str, Any]]:
-        """Yield the two ends of a flow, each inside a slice at some time."""
+        """Yield the two ends of a flow, each at a time inside a slice."""
         flow = {"cat": category, "name": name, "id": next(self._ids)}
         for kind, (part, at_ns) in (("s", begin), ("f", end)):
             pid, tid = self._lane(self._ranks[part.place], *part.lane)
@@ -378,7 +379,7 @@ def _clock_notes(sources: Sequence[Source]) -> Iterator[str]:
 
 
 def _processes(trace: Trace) -> tuple[str, frozenset[str]]:
-    """Return the process with most operations of threads, and those that stand for devices."""
+    """Return (the process with most operations of threads, the processes that represent devices)."""
     on_device = trace.on_device
     host = np.bincount(trace.lane[~on_device], minlength=len(trace.lanes))
     device = np.bincount(trace.lane[on_device], minlength=len(trace.lanes))
@@ -390,7 +391,7 @@ def _processes(trace: Trace) -> tuple[str, frozenset[str]]:
 
 
 def _note_name(rank: _Rank, event: dict[str, Any]) -> None:
-    """Remember the name of a thread until it is known whether the thread has events."""
+    """Store the name of a thread until it is known whether the thread has events."""
     args = event.get("args")
     if event.get("name") == "thread_name" and isinstance(args, dict) and len(rank.names) < _MOST_THREADS:
         rank.names[as_text(event.get("pid")), as_text(event.get("tid"))] = as_text(args.get("name"))

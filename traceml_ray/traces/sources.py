@@ -1,6 +1,8 @@
 """
-The traces to read, and what is known about the rank of each: the rows of the steps that were recorded, as
-intervals on the clock of their node, and the collectives in them, whose parts are matched across ranks.
+The traces to read, and what is known about the rank of each.
+
+This includes the rows of the recorded steps, as intervals on the clock of their node, and the collectives in
+them. The parts of a collective are matched across ranks.
 """
 
 from __future__ import annotations
@@ -28,22 +30,22 @@ _MOST_FILES = 4096
 
 @dataclass(frozen=True)
 class Source:
-    """The trace of one rank. None is not known."""
+    """The trace of one rank. None means not known."""
 
     path: Path
     rank: int | None = None
     node_id: str | None = None
     """Ray's id of the node."""
     node: str | None = None
-    """Label of the node, `node-1`, or the name of its host."""
+    """Label of the node (`node-1`), or name of its host."""
     clock_offset_ns: int | None = None
-    """Offset to add to its times to get the clock of all traces, in ns."""
+    """Offset that converts its times to the clock of all traces, in ns."""
     clock_bound_ns: int | None = None
     """Largest error of that offset, in ns."""
     steps: tuple[ProfileStep, ...] = ()
-    """The recorded steps, by its node's clock."""
+    """The recorded steps, on its node's clock."""
     window: tuple[int, int] | None = None
-    """Time by its node's clock, in ns, outside of which events are ignored; None: no limit."""
+    """Range of time in ns on its node's clock. Events outside of it are ignored. None: no limit."""
 
     @property
     def label(self) -> str:
@@ -80,9 +82,10 @@ def _window(rank: RankProfile) -> tuple[int, int] | None:
 
 def sources_of_files(paths: Sequence[Path]) -> list[Source]:
     """
-    Return traces that somebody has taken, in order of ranks, those in folders too. Who is who is taken from
-    what a trace says of itself, else from its name; a folder that is a profile has it in its manifest. Raises
-    TraceError, also where two say they are one rank.
+    Return traces from files and folders of a user, in order of ranks.
+
+    The rank is read from the trace itself, otherwise from its name. In the folder of a profile it is in the
+    manifest. Raises TraceError, also if two traces claim the same rank.
     """
     sources: list[Source] = []
     for path in _files(paths):
@@ -128,7 +131,7 @@ def _source_of_file(path: Path) -> Source:
 
 
 def first_header(path: Path) -> Header:
-    """Return the header of a trace, without reading its events. Raises TraceError."""
+    """Return the header of a trace without reading all of its events. Raises TraceError."""
     stream = ChromeTrace(path)
     events = iter(stream)
     with closing(events):
@@ -137,19 +140,19 @@ def first_header(path: Path) -> Header:
 
 
 class Interval(NamedTuple):
-    """A stage of a step, or the whole row; ns since the epoch."""
+    """A stage of a step, or the whole row. Times are ns since the epoch."""
 
     step: int
     stage: str
-    """Name of the stage; "" for the whole row."""
+    """Name of the stage. "" for the whole row."""
     begin_ns: int
     end_ns: int
 
 
 def intervals(steps: Iterable[ProfileStep]) -> list[Interval]:
     """
-    Return the rows that are known, each followed by its stages, in order of time. A row ends with the step's
-    last backward, so the first begins before what was recorded.
+    Return the known rows, each followed by its stages, in order of time. A row ends with the step's last
+    backward, so the first row begins before the recording.
     """
     result: list[Interval] = []
     before_ns = -(1 << 62)
@@ -159,7 +162,7 @@ def intervals(steps: Iterable[ProfileStep]) -> list[Interval]:
         lengths = np.array([step.stages_ns], np.int64)
         begin_ns = step.sync_exit_ns - int(lengths.sum())
         edges = [begin_ns + int(begin) for begin in begins(lengths)[0]] + [step.sync_exit_ns]
-        edges = [max(edge, before_ns) for edge in edges]  # rows are rounded, and do not overlap
+        edges = [max(edge, before_ns) for edge in edges]  # rows are rounded; their intervals must not overlap
         result.append(Interval(step.step, "", edges[0], edges[-1]))
         result += [
             Interval(step.step, stage, edges[index], edges[index + 1])
@@ -171,7 +174,7 @@ def intervals(steps: Iterable[ProfileStep]) -> list[Interval]:
 
 
 def step_at(steps: Iterable[ProfileStep], t_ns: int) -> int | None:
-    """Return the number of the step at a time; None outside of all recorded steps."""
+    """Return the number of the step at a time. None outside of all recorded steps."""
     return next((step.step for step in steps if step.begin_ns <= t_ns < step.end_ns), None)
 
 
@@ -179,9 +182,9 @@ _ON_HOST = re.compile(r"(?:gloo|mpi|ucc|xccl|nccl|hccl):|c10d::|_?c10d_functiona
 _ON_DEVICE = re.compile(r"(?:nccl|rccl|oneccl|hccl)", re.IGNORECASE)
 _BY_HOST = re.compile(r"(?:gloo|mpi|ucc):(?P<name>\w+)")
 _BY_DEVICE = re.compile(r"[nr]ccl(?:Dev)?Kernel_(?P<name>[A-Za-z]+)")
-"""The part of a rank: of backends that exchange data in a thread, and of those that do on a device."""
+"""Name of a rank's part in a collective. Some backends exchange data in a thread, others on a device."""
 _ALL_WAIT = {"allreduce", "allgather", "barrier", "alltoall", "reducescatter"}
-"""Collectives in which no rank can end before all have begun."""
+"""Collectives in which no rank can end before all ranks have begun."""
 _TO_ONE = {"send", "recv"}
 
 
@@ -191,12 +194,12 @@ def is_collective(name: str, category: str) -> bool:
 
 
 def exchanges(name: str) -> bool:
-    """Return whether a range is a collective that a thread of its own exchanges with other ranks."""
+    """Return whether a range is a collective that is exchanged with other ranks in a thread of its own."""
     return _BY_HOST.match(name) is not None
 
 
 class CollectivePart(NamedTuple):
-    """The part of one rank in a collective; times in ns on the clock of all traces."""
+    """The part of one rank in a collective. Times are ns on the clock of all traces."""
 
     place: int
     """Index of the rank's trace among all traces."""
@@ -208,7 +211,7 @@ class CollectivePart(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedCollective:
-    """The parts of one collective."""
+    """One collective, with the parts of its ranks."""
 
     name: str
     parts: tuple[CollectivePart, ...]
@@ -231,7 +234,7 @@ class Key(NamedTuple):
     name: str
     group: str
     seq: int
-    """Sequence number in the process group; -1: not known, the parts are counted in each step."""
+    """Sequence number in the process group. -1: not known; the parts are counted in each step instead."""
     step: int | None
     shape: str
     peers: tuple[int, int]
@@ -248,10 +251,11 @@ class Matched:
 
 class Parts:
     """
-    Collects the parts that ranks have of collectives.
+    Collects the ranks' parts of collectives.
 
-    Two parts are of one collective where torch has given both the same number in the same process group;
-    where it has not, as with gloo: the k-th of a name and shape in a step, if all ranks have equally many.
+    Two parts belong to one collective if torch has given both the same number in the same process group.
+    Without such numbers, as with gloo, the k-th parts with the same name and shape in a step belong together,
+    if all ranks have the same number of them.
     """
 
     def __init__(self) -> None:
@@ -260,7 +264,7 @@ class Parts:
         self._ranks: dict[int, int] = {}
 
     def add(self, source_index: int, source: Source, trace: Trace, shift_ns: int) -> None:
-        """Add the parts of one trace; its times plus `shift_ns` are on the clock of all traces."""
+        """Add the parts of one trace. Its times plus `shift_ns` are on the clock of all traces."""
         self._groups.update(trace.header.groups)
         if source.rank is not None:
             self._ranks[source.rank] = source_index
@@ -268,7 +272,7 @@ class Parts:
             begin_ns = int(trace.begin_ns[event])
             step = step_at(source.steps, begin_ns)
             if source.steps and step is None:
-                continue  # begun before what the other ranks have recorded, or after
+                continue  # it began before or after what the other ranks have recorded
             part = CollectivePart(
                 source_index,
                 trace.lanes[int(trace.lane[event])],
@@ -278,7 +282,7 @@ class Parts:
             self._found[_key(trace, event, name, step)][source_index].append(part)
 
     def matched(self) -> Matched:
-        """Return the collectives of which at least two ranks were recorded."""
+        """Return the collectives that were recorded on at least two ranks."""
         result = Matched([], 0)
         for key, by_place in self._found.items():
             rows = list(by_place.values())
@@ -290,7 +294,7 @@ class Parts:
         return result
 
     def _members(self, key: Key) -> set[int] | None:
-        """Return the indices of the traces that must have a part; None: not known."""
+        """Return the indices of the traces that must have a part. None: not known."""
         if key.peers != (-1, -1):
             ranks: Sequence[int] = key.peers
         elif key.group in self._groups:
@@ -301,7 +305,7 @@ class Parts:
 
 
 def _parts(trace: Trace) -> dict[int, str]:
-    """Return which operations of a trace are parts of collectives, and the collectives' names."""
+    """Return the operations of a trace that are parts of collectives, with the names of the collectives."""
     names_by_event, on_device = dict[int, str](), trace.on_device
     for number, name in enumerate(trace.names):
         for match, mask in ((_BY_HOST.match(name), ~on_device), (_BY_DEVICE.match(name), on_device)):
@@ -332,8 +336,9 @@ def _plain(name: str) -> str:
 
 def apart(collectives: Sequence[TracedCollective], bounds_ns: Mapping[int, int | None]) -> int:
     """
-    Return of how many collectives a part ends before another begins, although nobody can be done before all
-    have begun: by more than the error of the clocks, `bounds_ns` by the place of a trace.
+    Return the number of collectives in which a part ends before another begins, although no part can end
+    before all have begun. Only differences above the error of the clocks count; `bounds_ns` is that error by
+    index of the trace.
     """
     number = 0
     for collective in collectives:

@@ -1,8 +1,8 @@
 """
-The operations of one process, in arrays, as a trace has them; own time and memory of each: without operations
-inside it, with its device work.
+The operations of one process as arrays, read from a trace, with the own time and memory of each: without the
+operations inside it, and with the device work that it launched.
 
-`TraceWriter` writes a file of Chrome's Trace Event Format, gzip, event by event: what Perfetto opens.
+`write_events` writes a file of Chrome's Trace Event Format, gzip, event by event, which Perfetto opens.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from traceml_ray.traces.chrome import ChromeTrace, TraceError
 Ints = npt.NDArray[np.int64]
 
 DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation"})
-"""Categories of what a device did; everything else is a thread's."""
+"""Categories of device work. Everything else belongs to a thread."""
 ANNOTATIONS = frozenset({"user_annotation", "gpu_user_annotation"})
-"""Ranges with a name that somebody has given them."""
+"""Categories of ranges with a given name."""
 _LEFT_OUT = frozenset({"Trace", "overhead"})
 """Categories of the profiler's own events."""
 MEMORY = "[memory]"
-"""Events of memory that is allocated or freed."""
+"""Name of events that allocate or free memory."""
 _COLLECTIVE = "Collective name"
 _LATEST_NS = 1 << 61
 _EARLIEST_WALL_NS = 10**17
-"""Smallest time stamp taken for wall-clock time, in ns (in 1973)."""
+"""Smallest timestamp that is treated as wall-clock time, in ns (in 1973)."""
 _MAX_TEXT = 512
 _MAX_TEXTS = 200_000
-"""Largest number of different names or shapes; further ones are `OTHERS`."""
+"""Largest number of different names or shapes. Further ones become `OTHERS`."""
 OTHERS = "(others)"
 
 
 @dataclass
 class Trace:
     """
-    What one process did: [n] operations, by thread and time, an outer one before those inside it. Times are
-    ns on the clock of its node. -1 stands for none.
+    The [n] operations of one process, by thread and time, an outer one before those inside it. Times are ns
+    on the clock of its node. -1 means none.
     """
 
     path: Path
@@ -60,18 +60,18 @@ class Trace:
     name: Ints
     category: Ints
     shape: Ints
-    """Index of the operation's input shapes in `shapes`; -1 if they were not recorded."""
+    """Index of the operation's input shapes in `shapes`. -1 if they were not recorded."""
     external: Ints
-    """Id by which a device's work names the operation that launched it."""
+    """Id by which device work refers to the operation that launched it."""
     begin_ns: Ints
     end_ns: Ints
     memory: TraceMemory
     communications: Mapping[int, Communication]
-    """Details of an operation between ranks, by index of the event; only where the trace has them."""
+    """Details of communication between ranks, by index of the operation. Only where the trace has them."""
 
     @property
     def wall_clock(self) -> bool:
-        """Whether its times are wall-clock times, comparable with those of other traces."""
+        """Whether its times are wall-clock times, which can be compared with those of other traces."""
         return len(self) > 0 and int(self.begin_ns.min()) > _EARLIEST_WALL_NS
 
     def __len__(self) -> int:
@@ -80,20 +80,20 @@ class Trace:
 
     @property
     def on_device(self) -> npt.NDArray[np.bool_]:
-        """Which events are work of a device, shape [n]."""
+        """Whether each event is work of a device, shape [n]."""
         return self.has_category(DEVICE)
 
     def has_category(self, wanted: frozenset[str]) -> npt.NDArray[np.bool_]:
-        """Return which operations are of one of these categories, [n]."""
+        """Return whether each operation is of one of these categories, [n]."""
         return np.array([name in wanted for name in self.categories], bool)[self.category]
 
 
 @dataclass(frozen=True)
 class Header:
-    """Header of a trace; None: not known."""
+    """Header of a trace. None: not known."""
 
     base_ns: int
-    """Time that the trace's time stamps are counted from, in ns."""
+    """Origin of the trace's timestamps, in ns."""
     rank: int | None
     world_size: int | None
     hostname: str | None
@@ -103,10 +103,10 @@ class Header:
 
 @dataclass(frozen=True)
 class Communication:
-    """torch's details of a collective; "" and -1: not known."""
+    """torch's details of a collective. "" and -1: not known."""
 
     name: str
-    """`allreduce`"""
+    """Name of the collective, such as `allreduce`."""
     group: str
     seq: int
     """Sequence number of the collective in its group."""
@@ -116,17 +116,17 @@ class Communication:
 
 @dataclass(frozen=True)
 class TraceMemory:
-    """Allocations and frees, where they were recorded: [m] events, sorted by thread and time."""
+    """Allocations and frees, if they were recorded: [m] events, sorted by thread and time."""
 
     lane: Ints
     t_ns: Ints
     nbytes: Ints
-    """Bytes allocated; negative: freed."""
+    """Bytes allocated. Negative: bytes freed."""
     on_device: npt.NDArray[np.bool_]
 
 
 def read_trace(path: Path, window: tuple[int, int] | None = None) -> Trace:
-    """Return the operations in a trace, plain or gzip; see `ChromeTrace`. Raises TraceError."""
+    """Return the operations in a trace, plain or gzip, see `ChromeTrace`. Raises TraceError."""
     stream, reader = ChromeTrace(path, window), _Reader()
     try:
         for event in stream:
@@ -137,7 +137,7 @@ def read_trace(path: Path, window: tuple[int, int] | None = None) -> Trace:
 
 
 def read_header(header: Mapping[str, Any]) -> Header:
-    """Return the header from the fields beside a trace's events."""
+    """Return the header from the fields of a trace other than its events."""
     base = header.get("baseTimeNanoseconds")
     base_ns = base if isinstance(base, int) and 0 <= base < _LATEST_NS else 0
     info = header.get("distributedInfo")
@@ -154,7 +154,7 @@ def read_header(header: Mapping[str, Any]) -> Header:
 
 
 def _groups(listed: Any) -> dict[str, tuple[int, ...]]:
-    """Return the process groups of a job, those that can be understood."""
+    """Return the process groups of a job that can be parsed."""
     ranks_by_group = {}
     for group in listed if isinstance(listed, list) else []:
         ranks = group.get("ranks") if isinstance(group, dict) else None
@@ -164,16 +164,16 @@ def _groups(listed: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _small(value: Any) -> int | None:
-    """Return a rank, or how many there are."""
+    """Return a rank, or a number of ranks. None if the value is invalid."""
     return value if type(value) is int and 0 <= value <= MAX_RANKS else None
 
 
 class _UnusableError(ValueError):
-    """An event that cannot be understood."""
+    """An event that cannot be parsed."""
 
 
 class _Texts:
-    """Texts by number; of more than `_MAX_TEXTS` the others are one."""
+    """Texts by number. Beyond `_MAX_TEXTS` all further texts share one number."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -188,7 +188,7 @@ class _Texts:
 
 
 class _Reader:
-    """Takes events, one by one, into columns."""
+    """Adds events, one by one, to columns."""
 
     def __init__(self) -> None:
         self._names, self._categories, self._shapes = _Texts(), _Texts(), _Texts()
@@ -200,7 +200,7 @@ class _Reader:
         """Operations begun by a `B` event and not yet ended, per thread."""
 
     def add(self, event: dict[str, Any]) -> None:
-        """Add an event; kinds that are not operations are ignored."""
+        """Add an event. Kinds that are not operations are ignored."""
         kind = event.get("ph")
         if kind == "X":
             if as_text(event.get("cat")) not in _LEFT_OUT:
@@ -284,7 +284,7 @@ _COLUMNS = ("lane", "name", "category", "shape", "external", "begin_ns", "end_ns
 
 
 def _ns(event: dict[str, Any], key: str) -> int:
-    """Return a time of an event, which has it in microseconds."""
+    """Return a time of an event in ns. The event has it in microseconds."""
     value = event.get(key, 0)
     if isinstance(value, int | float) and abs(value) < _LATEST_NS / 1000:  # false for NaN
         return round(value * 1000)
@@ -299,7 +299,7 @@ def _shape(dims: Any) -> str:
 
 
 def as_text(value: object) -> str:
-    """Return a name, or an id, as text that any file can hold; "" for what is neither."""
+    """Return a name, or an id, as text that any file can hold. "" for other values."""
     if isinstance(value, int | float):
         value = repr(value)
     if not isinstance(value, str):
@@ -318,7 +318,10 @@ Event = dict[str, Any]
 
 
 def write_events(file: BinaryIO, header: Event, events: Iterable[Event]) -> None:
-    """Write `events` after what stands in `header`. Raises OSError, and what making `events` raises."""
+    """
+    Write `events` after the fields of `header`. Raises OSError, and whatever the iteration over `events`
+    raises.
+    """
     with gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as packed:
         packed.write(msgspec.json.encode(header)[:-1] + b',"traceEvents":[\n')
         pieces, before = list[bytes](), b""
@@ -333,7 +336,7 @@ def write_events(file: BinaryIO, header: Event, events: Iterable[Event]) -> None
 def _encoded(event: Event) -> bytes:
     try:
         return msgspec.json.encode(event)
-    except (ValueError, RecursionError):  # half a character, or nested as no trace of torch is
+    except (ValueError, RecursionError):  # half of a surrogate pair, or nested deeper than any trace of torch
         named = {key: as_text(event.get(key)) for key in ("name", "cat")}
         return json.dumps({**event, **named, "args": {}}).encode()
 
@@ -344,37 +347,37 @@ UNCOUNTED = frozenset(
         *("profiler::_record_function_exit", "aten::is_leaf", "aten::output_nr", "aten::_version"),
     }
 )
-"""Operations that torch's own table leaves out."""
+"""Operations that torch's own table omits."""
 _LAUNCHING = frozenset({"cpu_op", "user_annotation"})
-"""Categories of what launches work on a device; the calls of its runtime have the same id."""
+"""Categories of operations that launch device work. Calls of the runtime have the same id."""
 
 Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Nesting:
-    """Values of each operation of a trace, arrays of shape [n]; times in ns, memory in bytes."""
+    """Values of each operation of a trace, arrays of shape [n]. Times are in ns, memory in bytes."""
 
     counted: Mask
-    """False for an operation that only repeats the one around it, or that torch's own table leaves out."""
+    """False for an operation that only repeats the one around it, or that torch's own table omits."""
     parent: Ints
-    """Index of the nearest counted operation around it; -1: none."""
+    """Index of the nearest counted operation around it. -1: none."""
     launched: Mask
-    """Whether a device's work was launched by an operation, and is counted as part of it."""
+    """Whether device work was launched by an operation, and is counted as part of it."""
     host_ns: Ints
-    """Time of the thread in the operation; 0 for work of a device."""
+    """Time of the thread in the operation. 0 for device work."""
     self_host_ns: Ints
     """`host_ns` without the operations inside."""
     device_ns: Ints
-    """Time of the device for the operation; for work of a device, its own length."""
+    """Time of the device for the operation. For device work: its own length."""
     self_device_ns: Ints
-    """`device_ns` without that of the operations inside."""
+    """`device_ns` without the operations inside."""
     memory: Ints
-    """Bytes allocated and not freed in the operation, [n, 2]: of the host, of a device."""
+    """Bytes allocated and not freed in the operation, [n, 2]: host, device."""
     self_memory: Ints
-    """`memory` without that of the operations inside."""
+    """`memory` without the operations inside."""
     outside: Ints
-    """Bytes allocated outside of all operations, [2]: of the host, of a device."""
+    """Bytes allocated outside of all operations, [2]: host, device."""
     outside_calls: int
     """Number of allocations outside of all operations."""
 
@@ -406,7 +409,7 @@ def nest(trace: Trace) -> Nesting:
 
 
 def _enclosing(trace: Trace, left_out: Mask) -> list[int]:
-    """Return the index of the innermost operation around each, [n]; -1: none."""
+    """Return the index of the innermost operation around each operation, [n]. -1: none."""
     ends = trace.end_ns.tolist()
     parent, stack, lane = [-1] * len(trace), list[int](), -1
     columns = trace.lane.tolist(), trace.begin_ns.tolist(), ends, left_out.tolist()
@@ -425,8 +428,9 @@ def _enclosing(trace: Trace, left_out: Mask) -> list[int]:
 
 def _without_repeats(trace: Trace, parent: list[int]) -> tuple[Ints, Mask]:
     """
-    Return the parents, and which operations are only a step inside one of the same name: the one thing that
-    is inside it. These two are one, as in torch's own table.
+    Return the parents, and which operations are only a step inside one of the same name.
+
+    Such an operation is the only one inside the outer operation. Both count as one, as in torch's own table.
     """
     names, inside = trace.name.tolist(), [0] * len(parent)
     for outer in parent:
@@ -444,7 +448,10 @@ def _without_repeats(trace: Trace, parent: list[int]) -> tuple[Ints, Mask]:
 
 
 def _device_work(trace: Trace) -> tuple[Ints, Mask]:
-    """Return what a device did of what each operation launched by itself, ns, and what that was; [n] each."""
+    """
+    Return the device time in ns that each operation launched itself, and which device work that was, [n]
+    each.
+    """
     device_ns, launched = np.zeros(len(trace), np.int64), np.zeros(len(trace), bool)
     named = trace.external >= 0
     work = np.flatnonzero(named & trace.on_device & ~trace.has_category(ANNOTATIONS))
@@ -461,12 +468,12 @@ def _device_work(trace: Trace) -> tuple[Ints, Mask]:
 
 def innermost(trace: Trace, parent: Ints, among: Mask, lane: Ints, t_ns: Ints) -> Ints:
     """
-    Return which operation of a thread a time is in, the innermost; -1 for none, [m].
+    Return the innermost operation of a thread that contains each time, [m]. -1: none.
 
     Args:
         trace: n operations.
-        parent: those they are inside of, [n].
-        among: those that have been nested, [n].
+        parent: index of the operation around each, [n].
+        among: whether each operation has been nested, [n].
         lane: threads, [m].
         t_ns: times, [m].
     """
@@ -481,7 +488,7 @@ def innermost(trace: Trace, parent: Ints, among: Mask, lane: Ints, t_ns: Ints) -
 
 
 def _begun_last(trace: Trace, among: Ints, lane: Ints, t_ns: Ints) -> Ints:
-    """Return which operation began last, on a thread or one before it; -1 for none, [m]."""
+    """Return the operation that began last before each time, on a thread or one before it, [m]. -1: none."""
     events = np.full(len(t_ns), -1)
     if len(among) and len(t_ns):
         asking = np.r_[np.zeros(len(among), np.int64), np.ones(len(t_ns), np.int64)]
@@ -495,7 +502,10 @@ def _begun_last(trace: Trace, among: Ints, lane: Ints, t_ns: Ints) -> Ints:
 
 
 def _memory(trace: Trace, parent: Ints, left_out: Mask) -> tuple[Ints, Ints, int]:
-    """Return what each operation allocated by itself, [n, 2], and what none did, [2], in how many events."""
+    """
+    Return (bytes that each operation allocated itself [n, 2], bytes allocated outside of operations [2],
+    number of such events).
+    """
     memory, bytes_by_event, outside = trace.memory, np.zeros((len(trace), 2), np.int64), np.zeros(2, np.int64)
     events = innermost(trace, parent, ~left_out, memory.lane, memory.t_ns)
     device, inside = memory.on_device.astype(np.int64), events >= 0
@@ -505,7 +515,7 @@ def _memory(trace: Trace, parent: Ints, left_out: Mask) -> tuple[Ints, Ints, int
 
 
 def _to_parent(values: Ints, parent: Ints, moved: Mask) -> Ints:
-    """Return values with those of `moved` operations added to their parents, [n, ...]."""
+    """Return values, with those of `moved` operations added to their parents, [n, ...]."""
     kept = values.copy()
     kept[moved] = 0
     np.add.at(kept, parent[moved], values[moved])
@@ -513,15 +523,15 @@ def _to_parent(values: Ints, parent: Ints, moved: Mask) -> Ints:
 
 
 def _of_children(values: Ints, parent: Ints) -> Ints:
-    """Return the sums over what is directly inside each operation, [n]."""
+    """Return for each operation the sum over the operations directly inside it, [n]."""
     sums = np.zeros_like(values)
     np.add.at(sums, parent[parent >= 0], values[parent >= 0])
     return sums
 
 
 def _with_inside(values: Ints, parent: Ints) -> Ints:
-    """Return values with those of all operations inside each, [n, ...]."""
+    """Return for each operation the value including all operations inside it, [n, ...]."""
     sums = values.copy()
-    for event in np.flatnonzero(parent >= 0)[::-1].tolist():  # what is inside an operation comes after it
+    for event in np.flatnonzero(parent >= 0)[::-1].tolist():  # operations inside another come after it
         sums[parent[event]] += sums[event]
     return sums

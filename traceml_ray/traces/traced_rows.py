@@ -1,9 +1,9 @@
 """
-The rows of steps, worked out from a trace alone: what the monitor measures, measured by another.
+Computes the rows of steps from a trace alone. This measures independently what the monitor measures.
 
-Where a stage begins is read from names that torch gives: DataLoader's ranges, the forward of DDP or FSDP, the
-events of the autograd engine, the optimizer's step. A wait for other ranks is over when their last collective
-is. It holds for rows of the CPU's clock.
+The begin of a stage is read from names that torch gives: DataLoader's ranges, the forward of DDP or FSDP, the
+events of the autograd engine, the optimizer's step. A wait for other ranks ends when their last collective
+ends. This applies to rows of the CPU's clock.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _BACKWARD = "autograd::engine::evaluate_function"
 _OPTIMIZER = "Optimizer.step#"
 _LATE_NS = 1_000_000
 """
-A collective has a thread of its own, which may begin it later than it was asked for, and write down its end
-when the thread that trains has gone on.
+Tolerance for the times of a collective. Its separate thread may begin it later than requested, and may record
+its end when the training thread has already continued.
 """
 
 
@@ -41,7 +41,10 @@ class TracedRow(NamedTuple):
 
 
 def traced_rows(trace: Trace, steps: Sequence[ProfileStep]) -> list[TracedRow]:
-    """Return the rows that are whole in a trace: all but that of the first step, which began before it."""
+    """
+    Return the rows that are complete in a trace: all but that of the first step, which began before the
+    trace.
+    """
     rows, exit_ns = [], None
     for step in sorted(steps, key=lambda row: row.begin_ns):
         marks, ends_ns = _marks(trace, step)
@@ -60,7 +63,10 @@ def traced_rows(trace: Trace, steps: Sequence[ProfileStep]) -> list[TracedRow]:
 
 
 def _marks(trace: Trace, step: ProfileStep) -> tuple[list[tuple[int, int]], int | None]:
-    """Return when which stage begins in a step, in order, and when its row ends; None: it has no backward."""
+    """
+    Return (begin and stage in order of time, end of the row) of a step. The end is None if the step has no
+    backward.
+    """
     until = trace.begin_ns[_named(trace, _OPTIMIZER) & _within(trace, step.begin_ns, step.end_ns)]
     until_ns = int(until.max()) if len(until) else step.end_ns
     within = _within(trace, step.begin_ns, until_ns)
@@ -83,7 +89,10 @@ def _marks(trace: Trace, step: ProfileStep) -> tuple[list[tuple[int, int]], int 
 
 
 def _runs(begins: Ints, ends: Ints, marks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return each backward, from the first event of the engine to the last; a mark between begins another."""
+    """
+    Return each backward, from the first event of the engine to the last. A mark in between begins another
+    backward.
+    """
     edges = np.array(sorted(t_ns for t_ns, _ in marks), np.int64)
     run_numbers = np.searchsorted(edges, begins)
     return [
@@ -93,7 +102,10 @@ def _runs(begins: Ints, ends: Ints, marks: Sequence[tuple[int, int]]) -> list[tu
 
 
 def _first_of_each(begins: Ints, marks: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the first forward after each batch: others are of models inside of it, or of more models."""
+    """
+    Return the first forward after each batch. Other forwards are of models inside it, or of
+    further models.
+    """
     edges = np.array(sorted(t_ns for t_ns, _ in marks), np.int64)
     run_numbers = np.searchsorted(edges, begins)
     return [int(begins[run_numbers == run].min()) for run in np.unique(run_numbers)]
