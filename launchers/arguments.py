@@ -1,6 +1,6 @@
 """
-Adds the command-line flags that all launchers share, and makes the settings from them. Reads from torchrun's
-flags which node of a job this is, and where the others find the monitor.
+Adds the command-line flags that all launchers share, and makes the settings from them. Also reads from
+torchrun's flags which node of a job this is, and where the other nodes find the monitor.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from traceml_ray.text import log, masked, masked_command
 
 
 class UsageError(ValueError):
-    """The command line cannot be used; the message says why."""
+    """The command line cannot be used. The message says why."""
 
 
 class NotGiven(int):
-    """Stands for a node rank that was not given. To torchrun it is 0."""
+    """Marks a node rank that was not given. For torchrun it is 0."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def read(args: argparse.Namespace, ray_address: str | None) -> Nodes:
 
 
 def _endpoint(args: argparse.Namespace) -> tuple[str, int]:
-    """Return where the ranks of all nodes meet."""
+    """Return the host and port at which the ranks of all nodes meet."""
     from torch.distributed.elastic.rendezvous import utils as rendezvous
 
     if args.rdzv_backend == "static" and not args.rdzv_endpoint:
@@ -105,7 +105,7 @@ def _endpoint(args: argparse.Namespace) -> tuple[str, int]:
 
 
 def _hosts_rendezvous(args: argparse.Namespace, host: str) -> bool:
-    """Return whether this is the machine of the rendezvous, as torch itself decides it."""
+    """Return whether this machine hosts the rendezvous, determined in the same way as torch does."""
     from torch.distributed.elastic.rendezvous import utils as rendezvous
 
     is_host = rendezvous._parse_rendezvous_config(args.rdzv_conf or "").get("is_host")
@@ -115,8 +115,8 @@ def _hosts_rendezvous(args: argparse.Namespace, host: str) -> bool:
 
 
 def head_host(host: str) -> str:
-    """Return the name of the head's host for Ray."""
-    # Ray takes localhost and 127.0.0.1 for "whatever address this machine has"; not so the next one.
+    """Return the host name of the head, in a form for Ray."""
+    # Ray interprets localhost and 127.0.0.1 as "any address of this machine", but not the next address.
     return "127.0.0.2" if host == "localhost" or host.startswith("127.") else host
 
 
@@ -130,7 +130,7 @@ _BARE = "--dashboard=\0"  # no argument can be that
 
 
 def add_flags(add: Callable[..., Any], default_port: str) -> None:
-    """Add our flags by `add`, the `add_argument` of a parser."""
+    """Add our flags with `add`, the `add_argument` of a parser."""
     for setting in table(Settings).values():
         _add_setting(add, setting)
     add(
@@ -180,7 +180,7 @@ def _add_setting(add: Callable[..., Any], setting: Setting) -> None:
 
 
 def add_command(add: Callable[..., Any]) -> None:
-    """Add the arguments of `traceml-ray run` by `add`, the `add_argument` of a parser."""
+    """Add the arguments of `traceml-ray run` with `add`, the `add_argument` of a parser."""
     add_flags(add, str(RAY_PORT))
     add("--nnodes", type=int, default=1, metavar="N", help="Number of nodes; start one `run` on each.")
     add(
@@ -201,12 +201,12 @@ def marked(argv: Sequence[str]) -> list[str]:
 
 
 def unmarked(argv: Sequence[str]) -> list[str]:
-    """Return `argv` as it was before `marked`: for words that another program gets."""
+    """Return `argv` as it was before `marked`, for words that are passed to another program."""
     return ["--dashboard" if text == _BARE else text for text in argv]
 
 
 def check_floors(args: argparse.Namespace) -> None:
-    """Set `no_monitor` where torch or Ray is too old for a monitor, and print why in one line."""
+    """If torch or Ray is too old for a monitor, set `no_monitor` and print the reason in one line."""
     if not args.no_monitor and (lack := too_old("torch") or too_old("ray")):
         log(f"no monitor for this run: {lack}")
         args.no_monitor = True
@@ -235,7 +235,7 @@ def _flag(name: str) -> str:
 
 
 def dashboard_of(args: argparse.Namespace) -> dict[str, str] | None:
-    """Return the options of the dashboard, or None if none is wanted."""
+    """Return the options of the dashboard. None: no dashboard is wanted."""
     if args.dashboard is None:
         return None
     linger = LINGER_S if args.dashboard_linger is None else args.dashboard_linger
@@ -243,7 +243,7 @@ def dashboard_of(args: argparse.Namespace) -> dict[str, str] | None:
 
 
 def command_text(words: Sequence[str]) -> str:
-    """Return a command as one line, shortened, and without words that look like a secret."""
+    """Return a command as one shortened line, without words that look like a secret."""
     return masked(shlex.join(masked_command(words)))[:_COMMAND_CHARS]
 
 

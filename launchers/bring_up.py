@@ -1,4 +1,4 @@
-"""Starts Ray and the actors of a launch in a thread of its own, so that training does not wait for them."""
+"""Starts Ray and the actors of a launch in a separate thread, so that training does not wait for them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from .helper import HelperReply, HelperRequest
 
 START_WAIT_S = 30.0
 """
-How long the start, about 2.5 s of a core, waits for an idle core. A short job ends before it. After that it
-competes with training, once: at low priority it takes minutes on busy cores, and Ray's own time-outs end it.
+Time for which the start, which takes about 2.5 core-seconds, waits for an idle core. A short job ends before
+it. After that time the start competes with training once: at low priority it would take minutes on busy
+cores, and Ray's own time-outs would end it.
 """
 _LOOK_S = 0.2
 _WHY = "training goes on without a live monitor"
@@ -38,11 +39,12 @@ class BringUp:
     Waits for an idle core, starts Ray and the helper at normal priority, and lowers it when both are done.
 
     Args:
-        ray: Ray of this launch; None for a cluster that runs already.
-        request: to the helper.
-        environ: of the helper.
-        folder: in which the helper runs; a user's folder may hold files named like modules that Ray imports.
-        nice: by how much the priority is lowered, 0 … 19; with 0 nothing waits for an idle core.
+        ray: private Ray of this launch; None for a cluster that is already running.
+        request: request to the helper.
+        environ: environment of the helper.
+        folder: working directory of the helper; a user's folder may hold files named like modules that Ray
+            imports.
+        nice: how much the priority is lowered, 0 … 19; with 0 nothing waits for an idle core.
         show: called with the state of the monitor, and why it has failed.
     """
 
@@ -65,8 +67,8 @@ class BringUp:
 
     def end(self) -> None:
         """
-        Start nothing more, and end the helper. On a cluster that stays, only after a while: half-created
-        actors would stay too.
+        Start nothing more, and end the helper. On a cluster that stays, the helper is ended only after a
+        while, because half-created actors would stay too.
         """
         self._ending.set()
         at_rest = self._starting.acquire(timeout=DISK_S)  # it may be writing to a disk that hangs
@@ -83,7 +85,7 @@ class BringUp:
             helper.wait(KILL_S)
 
     def close(self) -> None:
-        """End the thread. What is left of Ray ends with it."""
+        """End the thread. The rest of Ray ends with it."""
         self._ending.set()
         self._over.set()
 
@@ -123,7 +125,7 @@ class BringUp:
                 self.ray.stop()
 
     def _show(self, state: MonitorState, detail: str = "") -> bool:
-        """Show the state of the monitor. Return False at its end, when the session is somebody else's."""
+        """Show the state of the monitor. Return False at its end, or when another process has the session."""
         with self._starting:
             if self._ending.is_set():
                 return False

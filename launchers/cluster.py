@@ -46,13 +46,13 @@ _PR_SET_PDEATHSIG = 1
 
 class PrivateRay:
     """
-    `ray start --block`, of this launch's node, in a session of its own.
+    `ray start --block` for the node of this launch, in its own process session.
 
     Args:
         folder: private folder of the launch; short, because socket paths are made from it.
         environ: the user's environment.
-        head: host:port of the head of a job of several nodes; "" where there is one.
-        rank: of this node; the first (0) is the head, the others join it.
+        head: host:port of the head in a job of several nodes; "" in a job of one node.
+        rank: rank of this node; the first (0) is the head, the others join it.
 
     Raises OSError when the head's host cannot be resolved.
     """
@@ -64,7 +64,7 @@ class PrivateRay:
         self.address = head if rank else f"{self._host}:{head.rpartition(':')[2] or free_port()}"
         self.log = folder / "ray.log"
         self.folder = folder / "ray"
-        """Ray's own files; no other node of the cluster has this folder."""
+        """Ray's files of this node. No other node of the cluster uses this folder."""
         self._cwd = folder
         self.token = cluster_token(environ) if head else secrets.token_hex(32)
         auth = {"RAY_AUTH_TOKEN": self.token} if self.token else {}
@@ -122,7 +122,10 @@ class PrivateRay:
         return "Ray ended at once, without a message"
 
     def stop(self, timeout: float = KILL_S) -> None:
-        """Kill every process of the cluster: none is worth waiting for. It is safe to call this twice."""
+        """
+        Kill every process of the cluster, because none needs an orderly end. It is safe to call
+        this twice.
+        """
         process = self._process
         if process is not None:
             kill_session(process.pid, timeout)
@@ -135,7 +138,7 @@ def members(session: int) -> list[psutil.Process]:
     """
     Return the living processes of a session, oldest first. Ray's workers have process groups of their own.
 
-    Raises OSError where processes cannot be listed: without `/proc`.
+    Raises OSError if processes cannot be listed, which needs `/proc`.
     """
     processes = []
     for pid in _pids():
@@ -156,9 +159,10 @@ def _pids() -> list[int]:
 
 def kill_session(session: int, timeout: float) -> None:
     """
-    Kill every process of a session but this one; returns when they are gone, or after `timeout` s.
+    Kill every process of a session except this one. Returns when they are gone, or after `timeout` s.
 
-    Where processes cannot be listed, kill the process group of its leader: what Ray has started ends with it.
+    If processes cannot be listed, kill the process group of the session's leader. What Ray has started ends
+    with it.
     """
     deadline = time.monotonic() + timeout
     try:
@@ -179,7 +183,10 @@ def kill_session(session: int, timeout: float) -> None:
 
 
 def cluster_token(environ: Mapping[str, str]) -> str | None:
-    """Return the token that every node of the job has been given, looked up as Ray does; None without one."""
+    """
+    Return the token that every node of the job was given, looked up as Ray does. None: there is
+    no token.
+    """
     return find_token(environ)[0] or None
 
 
@@ -197,8 +204,8 @@ def yield_cores(session: int, nice: int) -> None:
     """
     Lower the priority of all threads of a session, and of all that they will start.
 
-    Linux may share cores out by session first (autogroup); a thread's own priority then counts only
-    within its session, so both are set.
+    Linux may divide CPU time between sessions first (autogroup). Then the priority of a thread counts only
+    within its session, so both priorities are set.
     """
     if not nice:
         return
@@ -232,8 +239,8 @@ def wait_for_idle_core(
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """
-    Return when a core has been idle for 2 s, after `most_s` seconds, or when `over` says so. `cpu_pct`
-    measures for the given number of seconds how busy all `cores` are, in percent of all of them.
+    Return when a core has been idle for 2 s, after `most_s` seconds, or when `over` returns true. `cpu_pct`
+    measures for the given number of seconds how busy all `cores` are, in percent of all cores.
     """
     until, idle = clock() + most_s, 0
     while clock() < until and idle < _IDLE_WINDOWS and not over():
@@ -248,7 +255,7 @@ def die_with(parent: int, with_signal: int = signal.SIGKILL) -> None:
 
 
 def _orphaned(_number: int, _frame: object) -> None:
-    """End the whole cluster with this process: left to themselves, Ray's agents stay for a minute."""
+    """End the whole cluster with this process. Otherwise Ray's agents would stay for a minute."""
     kill_session(os.getsid(0), timeout=5)
     os._exit(1)
 

@@ -55,8 +55,8 @@ _END = 0
 _MOST = 256
 _SETTLE_S = 0.1
 """
-Delay between a signal and the question to the witness, in s: `timeout` signals the launcher first, then its
-group.
+Delay in s between a signal and the question to the witness: `timeout` signals the launcher before
+its group.
 """
 _ANSWER_S = 2.0
 # Not a fork of the launcher: `pkill -f` of a name in the launcher's command line must not find it.
@@ -72,10 +72,12 @@ while number := os.read(0, 1):
 
 class Forwarder:
     """
-    Takes this process's signals from now on until `close`. Call it on the main thread.
+    Receives this process's signals from now on until `close`, and forwards them. Create it on the main
+    thread.
 
-    Signals come through a pipe, to which Python writes at once. A handler could be too late: that of a signal
-    just before the main thread waits for the command is not called until the command has ended.
+    Signals arrive through a pipe, to which Python writes immediately. A Python handler could run too late: if
+    the signal comes just before the main thread waits for the command, its handler runs only after the
+    command has ended.
     """
 
     def __init__(self) -> None:
@@ -90,7 +92,10 @@ class Forwarder:
                 signal.signal(number, _do_nothing)
 
     def to(self, command: subprocess.Popen[bytes]) -> None:
-        """Send `command` the signals that came before it, and from now on those for this process alone."""
+        """
+        Send `command` the signals that came before it started, and from now on those for this
+        process alone.
+        """
         self._witness = _witness()
         thread = threading.Thread(target=self._forward, args=(command,), daemon=True)
         try:
@@ -102,16 +107,16 @@ class Forwarder:
 
     def command_is_over(self) -> None:
         """
-        Forward nothing more. Until `close` signals have no effect: a second one (a shell hands on that its
-        terminal is gone, a scheduler repeats itself) would end this process before its own end. But Ctrl-C
-        raises KeyboardInterrupt: a person does not want to wait.
+        Stop forwarding. Until `close`, signals have no effect: a second one (a shell reports that its
+        terminal is gone, a scheduler repeats a signal) would end this process before its work is done. But
+        Ctrl-C raises KeyboardInterrupt, because a person does not want to wait.
         """
         signal.signal(signal.SIGINT, self._before[signal.SIGINT])
         self._put(_END)
         self._dismiss()
 
     def close(self) -> None:
-        """Give signals back the handlers that they had before."""
+        """Restore the signal handlers that were installed before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._fd_before)
@@ -150,7 +155,7 @@ class Forwarder:
         return came
 
     def _whole_group_has(self, number: int) -> bool:
-        """Return whether the signal came to the whole group; False where the witness does not answer."""
+        """Return whether the whole group received the signal. False if the witness does not answer."""
         witness = self._witness
         if witness is None or witness.stdin is None or witness.stdout is None:
             return False
@@ -169,11 +174,11 @@ class Forwarder:
 
 
 def _do_nothing(_number: int, _frame: object) -> None:
-    """Handle a signal that is forwarded: without a handler Python writes nothing to the pipe."""
+    """Do nothing. Forwarded signals need a handler, because without one Python writes nothing to the pipe."""
 
 
 def _witness() -> subprocess.Popen[bytes] | None:
-    """Start the witness with the signals blocked: a mask outlives the start of a program."""
+    """Start the witness with the signals blocked: the signal mask is kept when a program is started."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     try:
         return subprocess.Popen(
@@ -195,7 +200,7 @@ _Started = TypeVar("_Started")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; return its exit code, 126 or 127 where it cannot be started, 2 for bad input."""
+    """Run the command; return its exit code, 126 or 127 if it cannot be started, 2 for bad input."""
     clear_rank_environment()
     words = unmarked(args.words[1:] if args.words[:1] == ["--"] else args.words)
     if not words:
@@ -255,7 +260,7 @@ def _nodes(args: argparse.Namespace) -> Nodes:
 
 
 def _run(words: Sequence[str], monitor: Monitor) -> int:
-    """Run the command to its end, and the monitor with it; return its exit code, or the negative signal."""
+    """Run the command and its monitor to the end. Return the command's exit code, or the negative signal."""
     code, signals = 1, Forwarder()
     environ = {**os.environ, **monitor.rank_environment(), COMMAND: "1"}
     try:
@@ -291,7 +296,7 @@ def _cannot(words: Sequence[str], error: OSError) -> int:
 
 
 def _as_a_shell(start: Callable[[Sequence[str]], _Started], words: Sequence[str]) -> _Started:
-    """Return what `start` does with the command; a text without `#!` is for /bin/sh. Raises OSError."""
+    """Return the result of `start` for the command. A text without `#!` is run by /bin/sh. Raises OSError."""
     try:
         return start(words)
     except OSError as error:
@@ -308,10 +313,10 @@ def _is_binary(path: str) -> bool:
 
 def _end_by(number: int) -> int:
     """
-    End as the command did, which a signal has ended.
+    End this process by the signal that ended the command.
 
-    Where that has no effect (the first process of a container ignores what it sends itself), return the exit
-    code that shells give such an end.
+    If that has no effect (the first process of a container ignores signals from itself), return the exit code
+    that shells use for this case.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # that is dumped already
     with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler

@@ -1,6 +1,6 @@
 """
-Asks a live session for its end, for a bundle or for a profile, over the local socket of its relay and without
-Ray. A bundle and a profile are then followed by the files in the folder of the session.
+Asks a live session to end, or to make a bundle or a profile, over the local socket of its relay and without
+Ray. The progress of a bundle or profile is then read from the files in the session's folder.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ _STOPPED = -15
 DUMP_S = 15.0
 """Time limit of a bundle, in s; the stacks of the ranks take some seconds."""
 PROFILE_S = 600.0
-"""How long to wait for a profile, in s; the capture goes on afterwards."""
+"""Time to wait for a profile, in s. The capture continues afterwards."""
 _GONE_S = 10.0
 """A profile that was in progress and has been missing for this long, in s, could not be kept."""
 _POLL_S = 0.1
 UP_S = 60.0
-"""How long to wait for a monitor that is starting, in s."""
+"""Time to wait for a monitor that is starting, in s."""
 _NO_BUNDLE = ("bundle: ", "no bundle: ")
 """Prefixes of the session's error messages that say a bundle could not be made."""
 
 
 class ControlError(RuntimeError):
-    """A live session that cannot do what it is asked for; the message names it and the reason."""
+    """A live session cannot do what was requested. The message names the session and the reason."""
 
 
 def dump(folder: Path, limit_s: float = DUMP_S) -> Path:
     """
-    Have a bundle of the live session in `folder` made; return where it is.
+    Request a bundle of the live session in `folder`; return the path of the bundle.
 
-    Raises ControlError when it is not live, does not answer, or makes none in time.
+    Raises ControlError when the session is not live, does not answer, or makes no bundle in time.
     """
     asked, before = secrets.token_hex(8), _failures(folder)
     request(folder, wire.ControlRequest(codec.VERSION, asked), limit_s)
@@ -72,10 +72,10 @@ def dump(folder: Path, limit_s: float = DUMP_S) -> Path:
 
 def profile(folder: Path, wanted: wire.ProfileRequest, limit_s: float = PROFILE_S) -> StoredProfile:
     """
-    Have steps of the live session in `folder` profiled, and wait for it.
+    Request a profile of steps of the live session in `folder`, and wait for it.
 
     Raises ControlError when the session is not live, does not answer, its run is over, or the profile is not
-    there within `limit_s` seconds.
+    ready within `limit_s` seconds.
     """
     asked, deadline = secrets.token_hex(8), time.monotonic() + limit_s
     text.advance("profile: waiting", None)
@@ -121,7 +121,7 @@ def so_far(now: Profile) -> tuple[str, float]:
 
 def check_goes_on(folder: Path, run: str | None) -> None:
     """
-    Raise ControlError where the session in `folder` is not live, or no step of its `run` (None: of any) is
+    Raise ControlError if the session in `folder` is not live, or if its `run` (None: any run) has no steps
     left to record.
     """
     from traceml_ray.reports.summary import runs_of
@@ -154,10 +154,10 @@ def _failures(folder: Path) -> Counter[str]:
 
 def request(folder: Path, message: wire.ControlRequest, limit_s: float) -> None:
     """
-    Hand a request to the live session in `folder`; waits for a relay that is busy, or not there yet.
+    Send a request to the live session in `folder`. Waits for a relay that is busy or has not started yet.
 
-    Raises ControlError when there is none, or it has not answered within `limit_s` seconds from when its
-    monitor runs.
+    Raises ControlError when there is no live session, or when it has not answered within `limit_s` seconds
+    after its monitor started.
     """
     live, deadline = _running(folder), time.monotonic() + limit_s
     try:
@@ -177,9 +177,9 @@ def request(folder: Path, message: wire.ControlRequest, limit_s: float) -> None:
 
 def stop(folder: Path) -> None:
     """
-    End the monitor of the live session in `folder` and have its files written; training goes on.
+    End the monitor of the live session in `folder` and let it write its files. Training continues.
 
-    Raises ControlError when it is not live, or does not answer.
+    Raises ControlError when the session is not live, or does not answer.
     """
     live = _running(folder)
     finished = ask_finish(Path(live.socket), wire.Finish(codec.VERSION, _STOPPED, force=True))
@@ -190,7 +190,7 @@ def stop(folder: Path) -> None:
 
 
 def _running(folder: Path, limit_s: float = UP_S) -> Live:
-    """Wait until the monitor of the live session runs. Raises ControlError where it does not in time."""
+    """Wait until the monitor of the live session runs. Raises ControlError if it does not run in time."""
     deadline = time.monotonic() + limit_s
     while (live := live_state(folder)) is not None and (why := start_text(live)):
         if live.monitor == "failed" or time.monotonic() > deadline:
@@ -207,7 +207,7 @@ def _running(folder: Path, limit_s: float = UP_S) -> Live:
 
 
 def _others(folder: Path) -> str:
-    """Return which sessions beside it are live: one that begins has no file to be found by yet."""
+    """Return the names of other live sessions. A session that is just beginning has no file yet."""
     live = [path.parent for path in folder.parent.glob(f"*/{LIVE}") if path.parent != folder]
     names = [repr(folder.name) for folder in live if holder(folder) is not None]
     return f"; live is {listed(names)}, which may just be starting" if names else ""
@@ -215,9 +215,9 @@ def _others(folder: Path) -> str:
 
 def ask_finish(path: Path, message: wire.Finish, limit_s: float = LAUNCHER_S) -> wire.Finished | None:
     """
-    Send `message` to the relay at `path` and wait for the end that it asks for; None where there is none.
+    Send `message` to the relay at `path` and wait for the requested end. None: the end has failed.
 
-    The end has failed when no reply in time shows that the relay is there, or that a report is being made.
+    It fails when no reply arrives in time that shows that the relay is alive, or that a report is being made.
     """
     started = time.monotonic()
     deadline = started + limit_s

@@ -15,7 +15,7 @@ Kinds = tuple[type[BaseException], ...]
 @contextlib.contextmanager
 def guarded(what: str, kinds: Kinds = (Exception, SystemExit)) -> Iterator[None]:
     """
-    Contain exceptions of the `kinds` that the block raises (SystemExit: of a library), and print each in one
+    Catch exceptions of `kinds` that the block raises (SystemExit: raised by a library), and print each in one
     line after `what`.
     """
     try:
@@ -27,15 +27,19 @@ def guarded(what: str, kinds: Kinds = (Exception, SystemExit)) -> Iterator[None]
 
 def at_the_end(what: str) -> contextlib.AbstractContextManager[None]:
     """
-    Contain everything, as `guarded`: the job has ended, and its exit code is known.
+    Catch every exception, as `guarded` does: the job has ended, and its exit code is known.
 
-    Also the KeyboardInterrupt of a person, or the signal of a scheduler, that does not wait for our end.
+    This includes the KeyboardInterrupt of a person, or the signal of a scheduler, that does not wait for our
+    end.
     """
     return guarded(what, (BaseException,))
 
 
 def in_time(work: Callable[[], None], limit_s: float) -> None:
-    """Do `work` in a thread, and raise what it raises. After `limit_s` leave it, and raise TimeoutError."""
+    """
+    Call `work` in a thread and raise what it raises. After `limit_s` seconds, leave it and raise
+    TimeoutError.
+    """
     raised: list[BaseException] = []
 
     def run() -> None:

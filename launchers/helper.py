@@ -30,9 +30,12 @@ _DETAIL_CHARS = 300
 _KILL_S = 2.0
 _LOOK_S = 0.05
 _REFUSED = 20
-"""A relay that answers listens: so often in a row it was not killed since, but is out of reach."""
+"""
+Number of refused connections in a row after which a relay that answers is unreachable, not just
+restarted.
+"""
 _answered = threading.Lock()
-"""Taken by the first reply: the deadline and the work may both try to reply."""
+"""Acquired by the first reply, because the deadline and the work may both try to reply."""
 
 
 class HelperRequest(msgspec.Struct, frozen=True):

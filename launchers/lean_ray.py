@@ -1,9 +1,9 @@
 """
 Starts Ray without the parts that a monitor does not use: API server, dashboard agent, runtime-env agent.
 
-They are half of the CPU time of a start, and 170 MB. Nothing in Ray's command line leaves them out, so
-this replaces two functions of the process that is `ray start`; a Ray newer than those tried stays as it is.
-Where a Ray older than 2.55 joins a cluster, two things are made as they are since then.
+They take half of the CPU time of a start, and 170 MB. No option of Ray's command line leaves them out, so
+this module replaces two functions in the process of `ray start`. A Ray newer than those tested stays
+unchanged. If a Ray older than 2.55 joins a cluster, two things are changed to work as in 2.55.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 from traceml_ray.launchers.min_versions import release_of
 
 _TRIED = (2, 51), (2, 60)
-"""The oldest and the newest Ray that a session has been started on without these parts (`make compat`)."""
+"""The oldest and the newest Ray on which a session has been started without these parts (`make compat`)."""
 _AGENT = re.compile(r"--(dashboard|runtime_env)_agent_command=")
 _PLACEHOLDER = f'{sys.executable} -IS -c "import signal; signal.pause()"'
 """Command that replaces an agent: the raylet expects a process that lives as long as it does."""
 _FOLDER_PER_NODE = 2, 55
-"""The first Ray that heeds `--temp-dir` on a node that joins a cluster (Ray's pull request 57735)."""
+"""The first Ray that respects `--temp-dir` on a node that joins a cluster (Ray's pull request 57735)."""
 _LOOK_S = 0.05
 
 
@@ -47,7 +47,10 @@ def disable_agents() -> None:
 
 
 def _report_ports(command: list[str]) -> None:
-    """Report the agents' ports to the raylet, which waits for that since Ray 2.54: none is in use."""
+    """
+    Report the ports of the agents, none of which is used, to the raylet. It waits for that since
+    Ray 2.54.
+    """
     from ray import _raylet
 
     if not hasattr(_raylet, "persist_port"):
@@ -78,7 +81,8 @@ def until_joined(temp_dir: str) -> None:
     """
     Return once the raylet with its files in `temp_dir` is known to its cluster.
 
-    Whoever attaches earlier is sent to the head's raylet by an older Ray, does not reach it, and is ended.
+    An older Ray sends a process that attaches earlier to the head's raylet. The process does not reach it,
+    and is ended.
     """
     import ray
 

@@ -26,7 +26,10 @@ def too_old(package: str) -> str:
 
 
 def release_of(version: str) -> tuple[int, ...]:
-    """Return (2, 4) of "2.4.0a0+git", which has what the release has; () of what is no version."""
+    """
+    Return (2, 4) for "2.4.0a0+git", which has the features of the release. Return () if it is no
+    version.
+    """
     try:
         return Version(version).release[:2]
     except InvalidVersion:

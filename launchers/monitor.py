@@ -59,8 +59,9 @@ from .view_processes import DashboardProcess, LiveView, terminal
 
 def make_spool(runtime: Path, session: SessionFolder | None) -> Path:
     """
-    Make the folder, below the private one of the launch: on the disk of the session, a rank that ends would
-    hang when that disk does. A link in it leads to where their large files go. Raises OSError.
+    Make the spool folder inside the private folder of the launch. On the session's disk, a rank that ends
+    would hang if that disk hangs. A link in the spool folder points to the place for large files. Raises
+    OSError.
     """
     spool = runtime / "spool"
     spool.mkdir(mode=0o700)
@@ -80,9 +81,12 @@ def report_undelivered_rows(spool: Path, why: str = "") -> bool:
 
 
 _MAX_ALSO = 6
-"""Number of findings that are printed beside the first one."""
+"""Number of findings that are printed in addition to the first one."""
 ATTACH_S = 30.0
-"""How long a running cluster may take to answer, in s. A Ray of our own may take longer, as it starts."""
+"""
+Time that a running cluster may take to answer, in s. A Ray of our own may take longer, because it
+must start.
+"""
 _RAY_ENDS = (
     ": later rows stay on their node, because Ray ends with this one; with --ray-address they would come"
 )
@@ -162,7 +166,7 @@ class Monitor:
         self._bring_up: BringUp | None = None
         self._dashboard: DashboardProcess | None = None
         self._disk_hangs = False
-        """Whether the session's disk was found to hang at the end; nothing more is written to it then."""
+        """Whether the session's disk was found to hang at the end. Then nothing more is written to it."""
         self._view: LiveView | None = None
 
     def rank_environment(self) -> dict[str, str]:
@@ -218,7 +222,7 @@ class Monitor:
             self._finish(exit_code, failures)
 
     def _finish(self, exit_code: int, failures: list[wire.RankFailure]) -> None:
-        """Do every part of the end, whatever goes wrong in another one."""
+        """Do every part of the end, even if another part fails."""
         deadline, unfinished = time.monotonic() + LAUNCHER_S, self._unfinished
         finished, left_behind = None, True
         if self._view is not None:
@@ -264,7 +268,7 @@ class Monitor:
         return f"session {self._name!r} could not be finished"
 
     def _show_state(self, monitor: MonitorState, detail: str = "") -> None:
-        """Write how far the monitor is into the session's folder. Raises OSError."""
+        """Write the state of the monitor into the session's folder. Raises OSError."""
         if self._session is None:
             return
         began_ns = int(self.info["started_at"] or 0)
@@ -274,7 +278,7 @@ class Monitor:
     def _finish_here(
         self, session: SessionFolder, finished: wire.Finished | None, offline: OfflineEnd | None
     ) -> bool:
-        """Have the session's files written, and print the verdict. Return whether rows are left here."""
+        """Let the session's files be written, and print the verdict. Return whether rows are left here."""
         try:
             if offline is not None and not self._finish_offline(offline, finished):
                 return report_undelivered_rows(self._spool)
@@ -312,7 +316,7 @@ class Monitor:
                 path.unlink(missing_ok=True)
 
     def _start_view(self) -> None:
-        """Start the live view. Nothing of the run waits for that."""
+        """Start the live view. The run does not wait for it."""
         fd = terminal() if self.live else None
         if fd is None:
             return
@@ -324,7 +328,7 @@ class Monitor:
         yield_cores(self._view.pid, self.settings.nice)
 
     def _start_dashboard(self) -> None:
-        """Start the dashboard. Nothing of the run waits for that."""
+        """Start the dashboard. The run does not wait for it."""
         if self.dashboard is None:
             return
         if self._session is None:

@@ -1,7 +1,8 @@
 """
-Ray Train: where our callback is to be found, and whether it can be used here.
+Ray Train: the path of our callback, and whether it can be used here.
 
-Light on purpose: `traceml_ray.start()` asks in every driver, and most of them never train.
+This module is deliberately cheap to import: `traceml_ray.start()` uses it in every driver, and most drivers
+never train.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ _NEEDED = ("fsspec", "pandas", "pyarrow", "pydantic", "requests")
 
 def train_callback_path() -> str | None:
     """
-    Return what RAY_TRAIN_CALLBACKS has to name so that Ray Train is watched, None where that cannot be.
+    Return the value of RAY_TRAIN_CALLBACKS with which Ray Train is watched. None: that is not possible.
 
-    Imports nothing: looks for Ray Train v2 and what it needs. Once `fit()` imports what is named, it
-    gets a callback in any case, if need be one that does nothing.
+    Imports nothing; only checks that Ray Train v2 and the packages it needs exist. When `fit()` imports the
+    callback, it always gets one, if necessary one that does nothing.
     """
     if os.environ.get("RAY_TRAIN_V2_ENABLED", "1").lower() not in ("1", "true"):
         return None
@@ -67,7 +68,10 @@ def __getattr__(name: str) -> object:
 
 
 def _inert(error: Exception) -> type:
-    """Return a callback for a Ray Train that ours does not fit. Raises ImportError where there is none."""
+    """
+    Return a callback that does nothing, for a Ray Train that ours does not fit. Raises ImportError if
+    impossible.
+    """
     from ray.train.v2.api.callback import RayTrainCallback
 
     class TraceMLTrainCallback(RayTrainCallback):

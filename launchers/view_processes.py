@@ -1,7 +1,7 @@
 """
-The dashboard of a session, and the live view beneath a job's output (`--live`), each as a process of its own:
-it never takes this one along. The dashboard ends with this one, or stays on the stored session while a
-browser watches.
+The dashboard of a session, and the live view beneath a job's output (`--live`), each as a separate process
+whose failure does not affect this one. The dashboard ends with this process, or stays with the stored session
+while a browser watches.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class DashboardProcess:
 
     Args:
         session: name.
-        environ: what the process has in its environment.
-        on_text: called, on another thread, with its URL, or why there is none (any more).
-        options: of the command, by name; an empty one is as if not given.
+        environ: environment of the process.
+        on_text: called on another thread with the URL, or with the reason why there is none, or none any
+            more.
+        options: options of the command, by name; an empty value means not given.
 
-    Raises OSError when there can be no process.
+    Raises OSError when the process cannot be started.
     """
 
     def __init__(
@@ -115,11 +116,14 @@ class DashboardProcess:
 
 
 _LIVE_END_S = 0.3
-"""How long the child may take to restore the terminal, in s; then it is restored for it."""
+"""Time that the child may take to restore the terminal, in s. After that, the terminal is restored for it."""
 
 
 def terminal() -> int | None:
-    """Return the descriptor that the job's output goes to a terminal by; None where it goes to none."""
+    """
+    Return the descriptor through which the job's output goes to a terminal. None: it goes to no
+    terminal.
+    """
     if os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
         return None
     return next((fd for fd in (1, 2) if _is_terminal(fd)), None)
@@ -137,9 +141,9 @@ class LiveView:
     Args:
         folder: of the session.
         fd: the terminal.
-        environ: what the process has in its environment.
+        environ: environment of the process.
 
-    Raises OSError when there can be no process.
+    Raises OSError when the process cannot be started.
     """
 
     def __init__(self, folder: Path, fd: int, environ: Mapping[str, str]) -> None:

@@ -1,1 +1,1 @@
-"""The subcommands of `traceml-ray`, a file for each subject: their options, and what is done with them."""
+"""The subcommands of `traceml-ray`, one file for each subject: their options and their implementation."""

@@ -11,7 +11,7 @@ from traceml_ray.text import log
 
 SHELLS = ("bash", "zsh", "fish")
 _ASKED = "_ARGCOMPLETE"
-"""In the environment when a shell asks what may come next."""
+"""This environment variable is set when a shell asks for completions."""
 
 
 def completion_options(command: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def completion(arguments: argparse.Namespace) -> int:
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Answer the shell and end the process, where it is the shell that asks."""
+    """If a shell asks for completions, answer and end the process."""
     if _ASKED not in os.environ:
         return
     from argcomplete import autocomplete
@@ -41,7 +41,7 @@ def complete(parser: argparse.ArgumentParser) -> None:
 
 
 def names_of_sessions(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
-    """Return the sessions whose names begin so, for argcomplete."""
+    """Return the sessions whose names begin with `prefix`, for argcomplete."""
     from traceml_ray.reports.listing import names
     from traceml_ray.settings import Settings
     from traceml_ray.store.session import starting_sessions

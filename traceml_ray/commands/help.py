@@ -52,11 +52,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "completion": ('eval "$(traceml-ray completion bash)"', "traceml-ray completion fish | source"),
 }
-"""By subcommand."""
+"""Examples, by subcommand."""
 
 
 class Formatter(argparse.HelpFormatter):
-    """Wraps paragraphs, and leaves lines alone that begin with a space: they are examples."""
+    """Wraps paragraphs. Lines that begin with a space are examples and are left unchanged."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         parts = (
@@ -67,7 +67,7 @@ class Formatter(argparse.HelpFormatter):
 
 
 def examples(name: str) -> str:
-    """Return what stands at the end of the help of a subcommand."""
+    """Return the examples at the end of a subcommand's help."""
     lines = EXAMPLES.get(name, ())
     title = "Examples:" if len(lines) > 1 else "Example:"
     return "\n".join([title, *(f"  {line}" for line in lines)]) if lines else ""

@@ -46,7 +46,7 @@ def run(folder: Callable[[], Path], arguments: argparse.Namespace) -> int:
     Show what is asked for; return the exit code.
 
     Args:
-        folder: returns that of the session.
+        folder: returns the folder of the session.
         arguments: of the command.
     """
 
@@ -119,7 +119,7 @@ def _chosen(sources: Sequence[Source], arguments: argparse.Namespace) -> Sequenc
 
 
 def _note(sources: Sequence[Source], profile: Profile, arguments: argparse.Namespace) -> None:
-    """Say which profile that was where none was named, and of which of --ranks it has no trace."""
+    """Print which profile is shown if none was named, and which of --ranks it has no trace of."""
     asked = itertools.chain.from_iterable(rank_filter(arguments.ranks).ranges or ())
     lacking = {*itertools.islice(asked, MAX_RANKS)} - {source.rank for source in sources}
     without = f" There is no trace of {text.ranks(lacking)}." if lacking else ""
@@ -177,7 +177,7 @@ def _pair(given: str) -> tuple[int, int | Literal["median"]]:
 def _operations(
     sources: Sequence[Source], arguments: argparse.Namespace, messages: TextIO
 ) -> Sequence[Operation]:
-    """Return the rows asked for, which are also written to the files asked for."""
+    """Return the requested rows. They are also written to the requested files."""
     with text.progress_bar("reading"):
         operations = key_averages(_counted(sources), arguments.by_shape)
     rows = select(sort(operations, arguments.sort or _SORT), arguments.name, top=arguments.top)

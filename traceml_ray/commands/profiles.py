@@ -17,7 +17,7 @@ from traceml_ray.wire import messages as wire
 _RECORDS = "--steps", "--memory", "--stacks", "--shapes", "--run"
 """Options that ask for a recording."""
 _LAYERS_LIMIT_S = 600.0
-"""How long ranks that measure their layers are waited for; they go on all the same."""
+"""Time to wait for ranks that measure their layers, in s. The ranks go on measuring afterwards."""
 
 
 def profile_options(command: argparse.ArgumentParser) -> None:
@@ -78,7 +78,7 @@ def _add_views(command: argparse.ArgumentParser) -> None:
 
 
 def _views(arguments: argparse.Namespace) -> bool:
-    """Return whether traces that are there are to be shown."""
+    """Return whether existing traces should be shown."""
     output = "table", "json", "csv", "parquet", "trace", "diff"
     return any(
         getattr(arguments, name)
@@ -98,7 +98,7 @@ def _number(given: str) -> int:
 
 
 def _contradiction(arguments: argparse.Namespace) -> str | None:
-    """Return what is wrong with options that do not go together; None: nothing is."""
+    """Return what is wrong with options that contradict each other. None: nothing is wrong."""
     if arguments.stage and not arguments.diff:
         return f"--stage {arguments.stage} goes with --diff, as in --diff 5,median --stage {arguments.stage}"
     alone = [f"--{name}" for name in ("list", "remove") if getattr(arguments, name)]

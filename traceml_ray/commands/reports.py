@@ -124,7 +124,10 @@ def compare(arguments: argparse.Namespace) -> int:
 
 
 def _gate(table: RunTable, percent: float) -> int:
-    """Return the exit code where a session is to be no slower than the first by `percent` of a step."""
+    """
+    Return the exit code of a comparison in which no session may be slower than the first by `percent` of a
+    step.
+    """
     from traceml_ray.reports import overlay
 
     worse = overlay.any_worse(table, percent)
@@ -193,7 +196,7 @@ def analyze(arguments: argparse.Namespace) -> int:
 
 
 def _resolved(given: Sequence[str], out: str) -> tuple[list[Path], list[str]]:
-    """Return the folders of the sessions, and the other paths, that are named; and why a name has none."""
+    """Return the folders of the named sessions, the other paths, and why a name has neither."""
     paths, unknown = list[Path](), list[str]()
     for one in given:
         try:
@@ -210,7 +213,10 @@ def _resolved(given: Sequence[str], out: str) -> tuple[list[Path], list[str]]:
 
 
 def _is_missing(path: Path) -> bool:
-    """Return whether nothing is there. What cannot be looked at is refused by its reader, with the reason."""
+    """
+    Return whether nothing exists at `path`. If `path` cannot be examined, its reader refuses it with the
+    reason.
+    """
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -221,6 +227,6 @@ def _is_missing(path: Path) -> bool:
 
 
 def _print_refused(refused: Sequence[Any]) -> None:
-    """Print on stderr which files are not used, in one line each."""
+    """Print on stderr, in one line each, which files are not used."""
     for refused_file in refused:
         log(refused_file)
