@@ -215,9 +215,10 @@ def _others(folder: Path) -> str:
 
 def ask_finish(path: Path, message: wire.Finish, limit_s: float = LAUNCHER_S) -> wire.Finished | None:
     """
-    Send `message` to the relay at `path` and wait for the requested end. None: the end has failed.
+    Send `message` to the relay at `path` and wait for the requested end. None: no relay listens there.
 
-    It fails when no reply arrives in time that shows that the relay is alive, or that a report is being made.
+    The end has failed when no reply arrives in time that shows that the relay is alive, or that a report is
+    being made.
     """
     started = time.monotonic()
     deadline = started + limit_s

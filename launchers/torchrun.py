@@ -1,8 +1,8 @@
 """
 torchrun, with a monitor.
 
-torchrun itself runs in this process, so its flags, its exit code, its handling of signals and its
-table of failures are its own.
+torchrun itself runs in this process, so flags, exit code, signal handling and the table of failures are
+torchrun's.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _LAUNCHERS = ("accelerate", "deepspeed", "torchrun", "mpirun", "mpiexec", "srun"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """
-    Launch as torchrun does; `argv` as for torchrun (None: of this process).
+    Launch as torchrun does. `argv`: the arguments of torchrun (None: those of this process).
 
-    Returns 0, or 2 with one line on stderr for bad input, before anything was started. A failed run
-    raises what torchrun raises, which makes the interpreter exit with torchrun's exit code.
+    Returns 0, or 2 with one line on stderr for bad input, before anything was started. A failed run raises
+    what torchrun raises, which makes the interpreter exit with torchrun's exit code.
     """
     clear_rank_environment()
     try:
@@ -106,8 +106,8 @@ class _EndedEarly(BaseException):
 
 def _catch_signals(args: argparse.Namespace) -> None:
     """
-    Have signals that end the job do it in an orderly way also before torchrun handles them. Where SIGHUP is
-    ignored (nohup) it stays so: torchrun would handle it nevertheless.
+    Make signals that end the job end it in an orderly way even before torchrun handles them. If SIGHUP is
+    ignored (nohup), it stays ignored; torchrun would handle it nevertheless.
     """
     for number in _ENDS:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -143,7 +143,7 @@ def _failures(error: ChildFailedError) -> list[wire.RankFailure]:
 
 
 def _message(message: Any) -> str:
-    """Return the message of a rank's error file, without its traceback; "" where torchrun has only a hint."""
+    """Return the message of a rank's error file without its traceback; "" if torchrun has only a hint."""
     if isinstance(message, dict):
         return str(message.get("message", ""))
     return "" if "elastic/errors.html" in message else str(message)

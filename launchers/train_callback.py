@@ -1,11 +1,11 @@
 """
 Our callback for Ray Train v2: watches its workers, and follows the run.
 
-One object, three lives: it is made in the driver, sent to the controller, and from there to every worker,
-again for each attempt. Ray ends a run when a hook raises, so none of ours does; and it has to be unpickled
-where our package may be missing, so what it is unpickled by travels with it.
+The object exists in three places: it is made in the driver, sent to the controller, and from there to every
+worker, again for each attempt. Ray ends a run when a hook raises, so none of our hooks raises. The object
+must also be unpickled where our package may be missing, so the function that unpickles it is sent with it.
 
-Reports one run to a session's aggregator, in a thread of its own: only the end waits for it.
+It reports one run to a session's aggregator in a separate thread. Only the end waits for that thread.
 """
 
 from __future__ import annotations
@@ -36,22 +36,21 @@ from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import ready
 
 MADE_S = 5.0
-"""How long an answer may take while the run goes on, in s; the first one includes creating the actor."""
+"""Time that an answer may take while the run goes on, in s. The first one includes creating the actor."""
 TRIES = 4
 RETRY_S = 0.5
 
 
 class RunReporter:
     """
-    Used by Ray Train's controller. No method raises, only `end` waits.
+    Reports a run from Ray Train's controller. No method raises, and only `end` waits.
 
-    What could not be delivered is kept and goes with the next message; the last one goes out at the
-    end of the run.
+    Undelivered data is kept and sent with the next message. The last message is sent at the end of the run.
     """
 
     def __init__(self, config: ActorConfig, job_id: str) -> None:
         self.errors = Errors()
-        """Messages that could not be sent, by kind of failure."""
+        """Number of messages that could not be sent, by kind of failure."""
         self._config = config
         self._job_id = job_id
         self._info: dict[str, codec.Value] = {}
@@ -67,7 +66,7 @@ class RunReporter:
         self._thread.start()
 
     def ensure(self) -> None:
-        """Have the session made again where it has ended: it ends itself when it is idle."""
+        """If the session has ended, create it again. A session ends itself when it is idle."""
         self._make = True
         self._wake.set()
 
@@ -79,9 +78,10 @@ class RunReporter:
 
     def end(self, status: str) -> bool:
         """
-        Say that the run is over, and return whether its files are written.
+        Report that the run is over, and return whether its files are written.
 
-        The aggregator decides when, see `monitor.finish`; one that does not answer is not waited for.
+        The aggregator decides when they are (see `monitor.finish`). If it does not answer, this does not wait
+        for it.
         """
         started = self._heard = self._waits_at = time.monotonic()
         self._status = status
@@ -92,7 +92,7 @@ class RunReporter:
         return self._written
 
     def _waits(self, started: float) -> bool:
-        """Whether there was a reply recently, so that the reply that all files are written may still come."""
+        """Whether a reply arrived recently, so that the reply that all files are written may still arrive."""
         silent_s = STARTING_S if self._answer is None else ANSWER_S
         return time.monotonic() < min(self._heard + silent_s, self._waits_at + WORD_S, started + REPORT_S)
 
@@ -113,7 +113,7 @@ class RunReporter:
         self._written = finished is not None and finished.state == "written"
 
     def _send(self, status: str | None = None) -> wire.Finished | None:
-        """Send all that has not been delivered. Return the answer, or None where there was none."""
+        """Send everything that has not been delivered. Return the answer. None: there was no answer."""
         events = self._events[: codec.MAX_ITEMS]
         message = wire.RunEnd(codec.VERSION, self._job_id, self._info, events, status)
         try:
@@ -146,11 +146,11 @@ class RunReporter:
 _MESSAGE_CHARS = 2000
 
 _chosen: dict[str, str] = {}
-"""In a controller: which callback watches its run, where it was given several of ours."""
+"""In a controller: which callback watches a run, if the run was given several of ours."""
 
 
 def _hook(result: Callable[[], object] = lambda: None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a method safe to be called by Ray: when it fails, that is counted and `result()` returned."""
+    """Make a method safe for Ray to call: if it raises, count the error and return `result()`."""
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -173,8 +173,8 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
 
     It is not needed after `traceml_ray.start()` in the same driver; if given, it takes precedence. It reports
     to the session that this driver started last, else to the session of the default name, which it starts if
-    needed. Local mode (`num_workers=0`) trains in the driver and
-    takes no callbacks: there it is `traceml_ray.attach()`.
+    needed. Local mode (`num_workers=0`) trains in the driver and takes no callbacks: use
+    `traceml_ray.attach()` there.
 
     Args:
         settings: settings of a session that this callback makes. What ranks read (`interval`, `deep`, …) is
@@ -189,7 +189,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
     """ActorConfig as JSON, from when it leaves the driver."""
     _watching = True
     _attempt = -1
-    """Counted here: Ray gives an elastic resize no number of its own."""
+    """Number of the attempt. It is counted here, because Ray gives an elastic resize no number."""
     _nnodes = 0
     _world_size = 0
     _starting = False
@@ -237,7 +237,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
 
     @_hook()
     def after_controller_start(self, train_run_context: Any) -> None:
-        """Begin a run; of several callbacks of ours, the one that the user gave follows it."""
+        """Begin a run. If there are several of our callbacks, the one that the user gave watches it."""
         run_id, given = train_run_context.run_id, train_run_context.run_config.callbacks or []
         ours = [callback._id for callback in given if isinstance(callback, TraceMLTrainCallback)]
         self._watching = _chosen.setdefault(run_id, (ours or [self._id])[0]) == self._id
@@ -247,14 +247,14 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
 
     @_hook()
     def before_worker_group_start(self, worker_group_context: Any) -> None:
-        """See to the session's actors, while the workers start."""
+        """Create or find the session's actors while the workers start."""
         self._starting, self._nnodes = True, 0
         if self._run is not None:
             self._run.ensure()
 
     @_hook(dict)
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
-        """Begin an attempt (or replace some of its workers): who they are is known now."""
+        """Begin an attempt (or replace some of its workers). The workers' identities are known now."""
         if self._starting:
             self._starting = False
             self._attempt += 1
@@ -269,7 +269,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
 
     @_hook()
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
-        """Report failures and resizes; restarts show in the rows."""
+        """Report failures and resizes. Restarts are visible in the rows."""
         after = getattr(current_state, "next_state", current_state)  # set while a run is shutting down
         self._failure(getattr(after, "training_failed_error", None))
         name = type(current_state).__name__
@@ -280,7 +280,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
 
     @_hook()
     def after_controller_finish(self, result: Any) -> None:
-        """Wait for the files of a run that is over, and whose workers are gone."""
+        """Wait for the files of a run that is over and whose workers have ended."""
         self._failure(result.error)
         self._end("finished" if result.error is None else "failed")
 
@@ -319,12 +319,12 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
 
     @_hook()
     def after_init_train_context(self) -> None:
-        """Watch this worker from when torch is there, which is mostly now."""
+        """Watch this worker as soon as torch is imported, which is usually now."""
         when_imported("torch", self._watch)
 
     @_hook()
     def before_worker_shutdown(self) -> None:
-        """Hand over what is left, and report how the training loop ended."""
+        """Hand over the remaining data, and report how the training loop ended."""
         forget("torch")
         agent = bootstrap.current()
         if agent is not None:
@@ -364,7 +364,7 @@ _log = logging.getLogger("traceml_ray")
 
 
 def _config(chosen: Mapping[str, Any]) -> ActorConfig:
-    """Return the session that this driver uses, with what the callback was given."""
+    """Return the configuration of the session that this driver uses, with the settings of the callback."""
     current = current_config()
     if current is not None and chosen.get("session") in (None, current.session):
         return msgspec.structs.replace(current, settings=msgspec.structs.replace(current.settings, **chosen))
@@ -372,7 +372,7 @@ def _config(chosen: Mapping[str, Any]) -> ActorConfig:
 
 
 def _ending(agent: Any) -> wire.Event:
-    """Return the event of how the training thread ended: by itself, by an exception, or stopped."""
+    """Return the event that reports how the training thread ended: normally, by an exception, or stopped."""
     from ray.train.v2._internal.execution.context import get_train_context
 
     runner = get_train_context().execution_context.training_thread_runner
@@ -392,9 +392,9 @@ def _in_a_line(error: Exception) -> str:
 
 def _unpickled(state: dict[str, Any]) -> Any:
     """
-    Return the callback; where our package is missing or broken, one of Ray's own that does nothing.
+    Return the callback. If our package is missing or broken, return one of Ray's own that does nothing.
 
-    Pickled by value, so it may use nothing from around it.
+    This function is pickled by value, so it may use no globals of this module.
     """
     try:
         from traceml_ray.launchers.train_callback import TraceMLTrainCallback

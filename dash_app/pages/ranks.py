@@ -1,4 +1,4 @@
-"""All ranks in one table: what state each is in, where it runs, and where its time goes."""
+"""All ranks in one table: the state of each, where it runs, and where its time goes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WITH_PROCESSES = 6
 
 
 def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
-    """Return the ranks that the URL asks for, named ones first, and how many are in each state."""
+    """Return the ranks that the URL asks for, named ranks first, and the number of ranks in each state."""
     rows = rank_rows(cache, run)
     states = Counter(row["state"] for row in rows)
     node, state = route.get("node"), route.get("state")
@@ -50,7 +50,7 @@ def data(cache: SessionCache, run: RunState, route: Route) -> dict[str, Any]:
 
 
 def _columns(run: RunState, roles: bool, suspects: Collection[tuple[int, str]]) -> list[Column]:
-    """Return the columns, those of signals last."""
+    """Return the columns; the columns of signals are last."""
     of_signals = per_rank_columns(sections_of(run.signals), lambda row: row["rank"])
     return [*rank_columns(roles, suspects), *of_signals]
 
@@ -93,7 +93,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
 
 
 def _died(row: Mapping[str, Any]) -> Any:
-    """Return the state of a rank; of one that died also how, when and where."""
+    """Return the state of a rank. For a dead rank, also how, when and where it died."""
     if row["death"]:
         return html.Span(["◆ ", *died(row["death"])], className="sev critical")
     tone = "sev warning" if row["state"] in (NAMED, SILENT) else ""

@@ -1,4 +1,4 @@
-"""The sessions of a folder, running ones first, and up to eight of them over each other."""
+"""The sessions of a folder, running ones first, and a comparison of up to eight sessions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ..route import Route
 from ..session_cache import SessionCache
 
 LETTERS = NAMES.lower()
-"""Names of the sessions that are compared, in the URL."""
+"""Letters that name the compared sessions in the URL."""
 _ANEW = 1.1
 """A running session is compared again after it has grown by this share."""
 _CURVES = (
@@ -50,7 +50,7 @@ _FACTS = ("command", "launcher", "strategy", "world_size", "nnodes", "exit_code"
 
 
 def data(cache: SessionCache, _run: RunState | None, route: Route) -> dict[str, Any]:
-    """Return the sessions of the folder that the URL asks for, and how many are in each state."""
+    """Return the sessions of the folder that the URL asks for, and the number of sessions in each state."""
     every = entries(cache.source.out)
     states = Counter(entry.status for entry in every)
     wanted, now_ns = route.get("state"), cache.clock()
@@ -60,7 +60,7 @@ def data(cache: SessionCache, _run: RunState | None, route: Route) -> dict[str, 
 
 
 def side(cache: SessionCache, run: RunState, _route: Route) -> dict[str, Any]:
-    """Return what is compared of one of several sessions: its newest run from its first step on."""
+    """Return the data of one of several compared sessions: its newest run, from its first step on."""
     status = cache.status
     facts = {name: getattr(status, name, None) for name in _FACTS} | {"ranks": run.world or None}
     settings = (status and status.settings) or {}
@@ -115,19 +115,19 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
 
 
 def _listed(entry: Entry, now_ns: int) -> Listed:
-    """Return a session with its age; how large it is takes a look at each of its files."""
+    """Return a session with its age. Its size is determined by examining each of its files."""
     began = None if entry.started_at is None else datetime.fromisoformat(entry.started_at).timestamp()
     age = None if began is None else age_s(now_ns, round(began * 1e9))
     return Listed(**msgspec.structs.asdict(entry), age_s=age, bytes=0)
 
 
 def sides_of(route: Route) -> list[str]:
-    """Return the names of the sessions that a URL puts over each other, in their order."""
+    """Return the names of the sessions that a URL compares, in order."""
     return [name for letter in LETTERS if (name := route.get(letter))]
 
 
 def _choose(name: str, route: Route) -> Any:
-    """Return the link that puts a session over others, or takes it out again."""
+    """Return the link that adds a session to the comparison, or removes it."""
     chosen = sides_of(route)
     if name in chosen:
         after, label, title = (
@@ -145,7 +145,7 @@ def _choose(name: str, route: Route) -> Any:
 
 
 def _compared(sides: Sequence[Mapping[str, Any]] | None, route: Route) -> list[Any]:
-    """Return sessions over each other: numbers, curves, what they were started with."""
+    """Return the comparison of sessions: numbers, curves, and the settings they were started with."""
     if sides is None:
         return []
     empty = [one for one in sides if not (one.get("columns") and len(one["columns"].last))]
@@ -173,7 +173,7 @@ def _compared(sides: Sequence[Mapping[str, Any]] | None, route: Route) -> list[A
 
 
 def _overlaid(sides: Sequence[Mapping[str, Any]]) -> list[OverlaidRun] | None:
-    """Return the runs; None while answers are under way."""
+    """Return the runs to compare. None: answers have not arrived yet."""
     answers = "times", "sample", "samples", "timeline", "logged"
     if any(one.get(name) is None for one in sides for name in answers):
         return None
@@ -190,7 +190,7 @@ def _overlaid(sides: Sequence[Mapping[str, Any]]) -> list[OverlaidRun] | None:
 
 
 def _runs(runs: Sequence[OverlaidRun], route: Route) -> Any:
-    """Return a table with a row for each run, and how each differs from the first."""
+    """Return a table with a row for each run, and its difference to the first run."""
     numbers = overlay.table_of(runs)
     lines = [html.Li(marked(line)) for line in overlay.headlines(numbers)]
     return html.Div(
@@ -207,7 +207,7 @@ def _runs(runs: Sequence[OverlaidRun], route: Route) -> Any:
 def _numbers(
     runs: Sequence[OverlaidRun], sides: Sequence[Mapping[str, Any]], titles: Sequence[str], route: Route
 ) -> Any:
-    """Return how the second of two runs differs from the first."""
+    """Return the difference of the second of two runs to the first."""
     compared = comparison.compared(runs[0].known, runs[1].known)
     numbers = comparison.numbers_table(compared)
     columns = [
@@ -236,7 +236,7 @@ def _numbers(
 
 
 def _judgement(row: NumberChange) -> str:
-    """Return whether a number is worse or better; nothing of all others."""
+    """Return whether a number became worse or better. Empty for other numbers."""
     return row.word if row.word in comparison.TONES else ""
 
 
@@ -264,7 +264,7 @@ def _settings(sides: Sequence[Mapping[str, Any]], titles: Sequence[str], route: 
 
 
 def _fact_name(name: str) -> str:
-    """Return what a fact is called; a setting as a person sets it."""
+    """Return the name of a fact. A setting is named as a person sets it."""
     return name if name.startswith(_SETTING) else _FACT_NAMES.get(name) or text.words(name)
 
 

@@ -1,4 +1,4 @@
-"""Every signal that has no page of its own: what was found, what is known of the run, and of each rank."""
+"""Every signal without a page of its own: its findings, facts about the run, and facts about each rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RANK = Column("rank", lambda rank: rank, "figures", link=lambda rank: ("rank", 
 
 
 def sections_on(page: str, cache: SessionCache, run: RunState) -> dict[str, list[Section]]:
-    """Return by signal the sections that it has on a page, as far as there are answers."""
+    """Return, by signal, the sections that it has on a page, as far as answers have arrived."""
     answers: dict[str, Any] = {}
     for name, view in VIEWS.items():
         if view.page != page:
@@ -39,7 +39,7 @@ def sections_on(page: str, cache: SessionCache, run: RunState) -> dict[str, list
 def panels_of(
     sections: Mapping[str, list[Section]], route: Route, findings: Sequence[Finding] = ()
 ) -> list[Any]:
-    """Return a panel for each signal: those of `findings` that are about it, then facts, lines and tables."""
+    """Return a panel for each signal: its findings among `findings`, then facts, lines and tables."""
     panels = []
     for name, of_signal in sections.items():
         mine = [one for one in findings if one.signal == name]

@@ -1,6 +1,6 @@
 """
-One step of all ranks, their stages and spans as bars on one clock: where each spent its time, and who came
-last to the exchange.
+One step of all ranks, with stages and spans as bars on one clock: where each rank spent its time, and which
+ranks reached the exchange last.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ def _gantt_rows(
     latest: bool,
 ) -> list[_GanttRow]:
     """
-    Return what is drawn, rank by rank up to _MOST_ROWS, else node by node: `opened` and the `named` ranks are
-    rows of their own. `latest`: those that came last are first.
+    Return the rows to draw: one per rank up to _MOST_ROWS ranks, else one per node. `opened` and the `named`
+    ranks always have separate rows. `latest`: ranks that arrived last come first.
     """
     late = dict(zip(step.ranks, np.nan_to_num(step.late, nan=-1.0).tolist(), strict=True))
     groups: dict[str, list[int]] = {}
@@ -272,7 +272,7 @@ def _gantt(step: OneStep, drawn: Sequence[_GanttRow]) -> figures.Figure:
 
 
 def _begins(whose: Sequence[int], stages: Array) -> Array:
-    """Return when each stage of each row begins: a rank's second row follows its first."""
+    """Return the time at which each stage of each row begins. A rank's second row follows its first."""
     ranks = np.asarray(whose)
     return row_table.begins(stages, np.r_[False, ranks[1:] == ranks[:-1]][: len(ranks)])
 
@@ -284,7 +284,10 @@ def _span_bars(
     begins: Array,
     stages: Array,
 ) -> dict[str, Any]:
-    """Return the spans, each from where its stage begins: where inside the stage is not recorded."""
+    """
+    Return the spans, each drawn from the beginning of its stage: the position inside the stage is not
+    recorded.
+    """
     shown = [span for span in step.spans if span.rank in row_of][
         ::-1
     ]  # shorter spans are drawn over longer ones
