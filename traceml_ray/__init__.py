@@ -84,7 +84,7 @@ def __getattr__(name: str) -> object:
     except ImportError as error:
         if name not in _NEEDED:
             raise
-        # What goes through a module's names, `inspect` or `hasattr`, goes on after this error only.
+        # `inspect` and `hasattr` continue after this type of error only.
         what_to_do = f"{__name__}.{name} needs {_NEEDED[name][0]}: pip install {_NEEDED[name][0]} ({error})"
         raise AttributeError(what_to_do) from error
     globals()[name] = value  # so that a training loop pays for this call once
@@ -92,7 +92,7 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    # Without modules of ours, which an import adds to the names of the package: they are not public.
+    # Importing a submodule adds its name to the package; submodules are not public.
     missing = {name for name, any_of in _NEEDED.items() if not any(map(_is_installed, any_of))}
     of_every_module = {name for name in globals() if name.startswith("__")}
     return sorted({*of_every_module, *__all__, *_MODULES} - missing)

@@ -348,11 +348,12 @@ def watch_router(
 
     Args:
         module: the router.
-        experts: how many it chooses from, 512 at most.
-        name: of the router, the same on all ranks.
-        chosen: takes what the module returns and gives the indices of the chosen experts, a tensor of
-            integers of any shape; default: the first such tensor in it. Indices that are not from 0 to
-            experts - 1, as of dropped tokens, are counted apart, under `errors` of the rank.
+        experts: number of experts that it chooses from, 512 at most.
+        name: name of the router, the same on all ranks.
+        chosen: function that receives the module's result and returns the indices of the chosen experts, a
+            tensor of integers of any shape. Default: the first such tensor in the result. Indices outside 0
+            to experts - 1, such as those of dropped tokens, are counted separately, under `errors` of the
+            rank.
     """
     agent = bootstrap.current()
     if agent is None:

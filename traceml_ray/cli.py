@@ -1,10 +1,10 @@
 # PYTHON_ARGCOMPLETE_OK
 """
-The command `traceml-ray`: its subcommands are in `commands/`, in a file for each subject.
+The command `traceml-ray`. Its subcommands are in `commands/`, one file for each subject.
 
-The exit code is 0: done, 1: failed, 2: bad input, 3: a finding that was asked for. No torch, Ray or numpy is
-imported unless a subcommand needs it. The standard streams take whatever a command prints: of any encoding,
-and also where there is none.
+Exit codes: 0: done, 1: failed, 2: bad input, 3: a finding that was asked for. Torch, Ray and numpy are
+imported only if a subcommand needs them. The standard streams accept any output, in any encoding, and also if
+a stream is missing.
 """
 
 from __future__ import annotations

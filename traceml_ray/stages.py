@@ -20,12 +20,12 @@ LEAD_UNKNOWN = 255
 # Why a row is less than whole. A missing mark merges two neighbouring stages.
 FLAG_NO_DATA = 1  # no data wait seen: `post_sync` runs to the start of forward
 FLAG_NO_FORWARD = 2  # no forward mark: forward starts where the data wait ended
-FLAG_NO_SPLIT = 4  # `backward` and `sync_wait` are one: the whole of it stands in `backward`
+FLAG_NO_SPLIT = 4  # `backward` and `sync_wait` are not separated: `backward` has the time of both
 FLAG_NO_PEERS = 8  # nobody waits for this rank here: no gradient exchange in this backward
 FLAG_DEVICE_CLOCK = 16  # taken from device events; the CPU's row of the same marks is its host row
-FLAG_EXCLUDED = 32  # in no statistic: the first step of a rank process, or one that was slowed
+FLAG_EXCLUDED = 32  # no statistic covers it: first step of a rank process, or a slowed one
 FLAG_NO_BACKWARD = 64  # a step that ran no backward (cut by `trace_step`)
-FLAG_INSEPARABLE = 128  # ranks wait inside forward and backward, which is not seen: stages not told apart
+FLAG_INSEPARABLE = 128  # unseen waits inside forward and backward: stages not separable
 
 INFERRED = " (inferred)"
 """

@@ -229,8 +229,8 @@ the first value to the second.
 """
 _STAYS, _STAYS_SHARE = 6.0, 0.125
 """
-Work that stays for fewer steps is no level: it comes and goes, as turns that ranks take at a core. In few
-steps less is seen of it: this share of them.
+Smallest number of steps for which work must stay alike to count as a level, and the same as a share of the
+steps if these are few. Shorter stays come and go, like ranks that take turns on a CPU core.
 """
 _QUIET = 0.1
 """Levels whose standard deviation is below this share of a rank's lateness do not count as levels."""

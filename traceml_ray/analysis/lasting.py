@@ -335,7 +335,7 @@ class _Steps:
         z = np.zeros(len(candidates))
         if self.usual is not None:
             candidates, z = self._late_by_more(share, candidates, stage)
-        if len(candidates) == len(share):  # all of them are late in turn: none is later than all
+        if len(candidates) == len(share):  # all ranks are late in turn: no rank is later than all
             return []
         result = []
         while len(candidates) and (most := float(share[candidates].max())) >= thresholds.min_excess:

@@ -185,7 +185,7 @@ def _drawn(
     """Return the fields of `StepColumns` that are by column."""
     nodes: Sequence[str] = history.nodes
     count = len(made.first)
-    if not lines:  # as of one rank that has no step yet
+    if not lines:  # as for one rank without a step
         made, nodes, by_node = made._replace(busy=np.empty((1, 0)), values=np.empty((1, 0))), [""], False
     low, middle, high = quantiles(made.busy, (0.1, 0.5, 0.9))
     apart = spread(made.busy, nodes)

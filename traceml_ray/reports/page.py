@@ -45,7 +45,7 @@ _PARTS = {
     "What happened": ("history", "events", "runs"),
     "The environment": ("environment", "monitor"),
 }
-"""The sections of the page, from the first that is read to the last, by name where there is no room."""
+"""Sections of the page by part, in order of reading. If there is no room for a part, its name is listed."""
 _SIGNS = {
     "good": "M8 1a7 7 0 1 0 .01 0zM7 11.5 3.8 8.3l1.3-1.3L7 8.9l4-4 1.3 1.3z",
     "warning": "M8 1 15.5 15H.5z",

@@ -55,7 +55,7 @@ class Pending:
     replaced: dict[str, dict[int, tuple[Any, ...]]] = field(
         default_factory=lambda: {t: {} for t in _REPLACED_LISTS}
     )
-    """Records of which only some are kept, by table, and by their place there."""
+    """Records of kinds that keep only some records: table → slot → row."""
     row_bytes: int = 0
     """Size of the rows in `inserts`, in bytes."""
 
