@@ -1,13 +1,13 @@
 """
 One real aggregator under the load of many nodes: `python benchmarks/scale.py [--seconds 40] [RANKS …]`.
 
-Relays are played: 8 ranks each, 5 steps a second, one rank late in data from the middle on. At the end of
-each second all of them send what was in it, as the relays of a large job do; with `--calls N` they send N
-messages a second one after the other. `--rows` leaves out what ranks send besides rows (identity, samples,
-spans, the agent's own cost); with `--device` each row is one of a device's clock, with its host's row and
-how far that was ahead; with `--memory` a sample of its memory each second. Printed for each size: CPU and
-memory of the aggregator's process, how long a message waits for its answer, how long until the late rank is
-named, what was lost, how far the player fell behind.
+Relays are simulated: 8 ranks each, 5 steps a second, and one rank late in `data` from the middle on. At the
+end of each second all relays send the data of that second, as in a large job. With `--calls N` they send N
+messages a second, one after the other. `--rows` leaves out what ranks send in addition to rows (identity,
+samples, spans, the agent's own cost). With `--device` each row is on a device's clock, with its host's row
+and lead. With `--memory` each rank sends a sample of its memory each second. Printed for each size: CPU and
+memory of the aggregator's process, how long a message waits for its answer, the time until the late rank is
+named, what was lost, and how far the player fell behind.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """
-Does anything grow? Many small steps, random faults, and a look at every process once a second.
+Does anything grow? Runs many small steps with random faults, and samples every process once a second.
 
     python benchmarks/soak.py [--seconds 600] [--ranks 8] [--rate 200] [--seed 0] [--no-dashboard]
 
-A real launch of `training/soaking.py`: real ranks, the private Ray, relay, aggregator, and a dashboard that
-is asked once a second as a browser asks. In the first two fifths relay and aggregator are killed again and
-again; all the time they are stopped for seconds, flooded with events and named parts, and sent garbage.
+This is a real launch of `training/soaking.py`: real ranks, the private Ray, relay, aggregator, and a
+dashboard that receives a browser's requests once a second. In the first two fifths, relay and aggregator are
+killed repeatedly. During the whole run they are stopped for seconds, flooded with events and named parts, and
+sent garbage.
 
-Of each process, the longest life counts, without its first half, in which what has a bound fills: the slope
-of its memory is the median of the slopes between any two looks (Theil-Sen), which a few steps up or down do
-not move. At the end the ledger is compared with what the ranks themselves counted. Exit code 1 when a bar is
+For each process, the longest life counts, without its first half, in which bounded buffers fill up. The slope
+of its memory is the median of the slopes between any two samples (Theil-Sen), which a few steps up or down do
+not change. At the end the ledger is compared with the ranks' own counts. The exit code is 1 when a limit is
 missed.
 """
 

@@ -6,11 +6,11 @@ Do two recorders agree? Steps of real gloo DDP runs, recorded by torch's profile
 
 The fault matrix of `faults.py`: one rank late in each stage by each severity, two ranks late in one stage and
 in two, a late rank that changes, all ranks slower, nothing; then the example model, healthy. (6 minutes a
-severity; in parts by the options.) Of each some steps are captured on all ranks. The traces alone
-are reduced to the six stages (`traces.traced_rows`) and compared with the rows of the same steps: how much of
-a step a stage differs by, and whom the verdict's rules name from either. The check is that of StageFrontier
-(arXiv 2606.06751): both
-must name the same rank and stage, and shares of stages must agree within 5 % of the step.
+severity; in parts by the options.) For each fault, some steps are captured on all ranks. The traces alone are
+reduced to the six stages (`traces.traced_rows`) and compared with the rows of the same steps: by which share
+of a step a stage differs, and which rank the verdict's rules name from either. The check follows
+StageFrontier (arXiv 2606.06751): both must name the same rank and stage, and shares of stages must agree
+within 5 % of the step.
 """
 
 from __future__ import annotations

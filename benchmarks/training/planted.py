@@ -1,14 +1,14 @@
 """
 Real DDP training over gloo with faults planted where a plan says: `planted.py PLAN.json`.
 
-Run by `faults.py` under a launcher. A step is mostly sleep, with a little noise, so that ranks do not fight
-for cores; or, with `busy`, all work, so that they do; or, with `device`, kernels on a played device, and the
-host waits for it at the end of a step. The model, the loader, the optimizer and the exchange of gradients
-are real. Rank 0 leaves `<PLAN>.times.json`: when each row began (ns since the epoch) and how long a step
-without a fault takes.
+`faults.py` runs this under a launcher. A step is mostly sleep, with a little noise, so that ranks do not
+compete for cores. With `busy` a step is all work, so that they do compete. With `device` a step is kernels on
+a simulated device, for which the host waits at the end of the step. The model, the loader, the optimizer and
+the exchange of gradients are real. Rank 0 leaves `<PLAN>.times.json`: when each row began (ns since the
+epoch) and how long a step without a fault takes.
 
-A fault belongs to a row, and a row begins when the exchange before it is over: what `post_sync` of row k
-takes longer is slept after the optimizer's step that follows row k - 1.
+A fault belongs to a row, and a row begins when the previous exchange ends. So the delay in `post_sync` of row
+k is slept after the optimizer's step that follows row k - 1.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """
-Steps of nearly nothing at a given rate, watched as any training: `soaking.py PLAN.json`, run by `soak.py`.
+Nearly empty steps at a given rate, watched like any training: `soaking.py PLAN.json`, run by `soak.py`.
 
 Loader, model, backward and optimizer are real and tiny, so that a step goes through every patched function.
-There is no exchange of gradients: each step of every rank ends at the same moment of one clock, and what is
-left until then is slept where DDP would wait for its peers. Each rank leaves `<PLAN>.<rank>.json`: its steps.
+There is no exchange of gradients: each step of every rank ends at the same time of one clock, and the
+remaining time is slept where DDP would wait for its peers. Each rank writes its number of steps to
+`<PLAN>.<rank>.json`.
 """
 
 from __future__ import annotations

@@ -205,7 +205,10 @@ def _no_rank(rank: int, ranks: Sequence[int], world: int, route: Route) -> html.
 
 
 def _both_rows(view: Mapping[str, Any], route: Route) -> list[Chart]:
-    """Return the mean row on the device's clock and, under it, on its host's; nothing where there is one."""
+    """
+    Return the mean row on the device's clock and, below it, on its host's clock. Empty if there
+    is only one.
+    """
     if view["host"] is None:
         return []
     both = {}

@@ -293,7 +293,7 @@ def _curve(index: int, overlaid: Overlay, axis: str, route: Route) -> Chart:
 
 
 def _curve_table(overlaid: Overlay, axis: str, route: Route) -> Any:
-    """Return the newest values of lines, each of which has places of its own."""
+    """Return the newest values of lines as a table. Each line has its own positions."""
     lines = overlaid.lines[axis]
     values = [dict(zip(line.x.tolist(), line.values.tolist(), strict=True)) for line in lines]
     places = sorted({place for known in values for place in known}, reverse=True)[:_TABLE_ROWS]
