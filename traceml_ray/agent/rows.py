@@ -413,7 +413,7 @@ class OpenSpans:
         return span
 
     def end(self, span: Span, stage: int, now: int) -> bool:
-        """End `span`. Returns True if so many spans are over that they must be added to `sums`."""
+        """End `span`. Returns True if the finished spans must be added to `sums` now."""
         self.spread(stage, now)
         if span in self.open:
             self.open.remove(span)

@@ -28,7 +28,7 @@ class _Watched:
 
     It has the source's length, items and attributes, passes `isinstance` checks for the source's type, can be
     iterated as often, and is copied and pickled with the source. Its type creates objects like the source's
-    type does: frameworks build a loader anew with `type(loader)(…)`.
+    type does: frameworks rebuild a loader with `type(loader)(…)`.
     """
 
     __slots__ = ("__weakref__", "_traceml_source")

@@ -32,7 +32,7 @@ _KEY_RANKS = 8
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that was found in a run. None means "not known"; an empty tuple means that none is named."""
+    """Something that was found in a run. None means "not known"; an empty tuple means that nothing is named."""
 
     key: str
     """Identifies the finding in its run. It does not change while the same thing is found."""
@@ -57,7 +57,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     to_ns: int | None = None
     """When it was last seen (ns since the epoch, aggregator's clock)."""
     cost: float | None = None
-    """Share (0..1) of time that a fix saves. `about` says of which time."""
+    """Share (0..1) of time that a fix saves. `about` says what it is a share of."""
     about: Literal["now", "run"] = "now"
     """What `cost` is a share of: the time since the finding began (`now`), or the whole run (`run`)."""
     cost_s: float | None = None

@@ -83,14 +83,14 @@ class LiveSignal(Protocol):
 
     def judge(self, runs: Mapping[str, Ranks]) -> Collection[str]:
         """
-        Judge for a short time. Return the runs that have been judged anew.
+        Judge for a short time. Return the runs whose result is new.
 
         Args:
             runs: the live runs. All others are forgotten.
         """
 
     def events(self, run: str, now_ns: int) -> Sequence[tuple[int, wire.Event]]:
-        """Return the events to report for a run that was judged anew, each with its rank."""
+        """Return the events to report for a run with a new result, each with its rank."""
 
     def latest(self, run: str) -> Any:
         """Return the last result for a run. None before the first one."""

@@ -56,7 +56,7 @@ class Records:
         return self
 
     def of(self, kind: Kind[Any], state: type[_S]) -> _S:
-        """Return the state of a kind, as of the last reading."""
+        """Return the state of a kind at the last reading."""
         known = self._states[kind.name]
         assert isinstance(known, state)
         return known

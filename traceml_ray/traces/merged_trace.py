@@ -108,7 +108,7 @@ class Calls:
 
 
 _KINDS = frozenset("XBEiICbnestfNODv")
-"""Phases (`ph`) of events that are copied. Names of processes and threads are written anew."""
+"""Phases (`ph`) of events that are copied. Names of processes and threads are replaced."""
 _IDS = frozenset({"id", "bind_id"})
 _PROFILER = frozenset({"Iteration Start: PyTorch Profiler", "Record Window End"})
 _STEPS = "\0steps"

@@ -413,7 +413,7 @@ class ShardTraffic:
             self._since = self._began = now
 
     def _cut(self, now: int) -> None:
-        """Close the step. The first step is not counted, because ranks still connect to each other in it."""
+        """Close the step. The first step is not counted, because ranks still connect to each other."""
         self._spend(now)
         if self._counting_steps:
             self._add()
@@ -555,7 +555,7 @@ class ForwardMemory:
         patcher.replace(state, _END, make_end)
 
     def begin(self, device: Any) -> None:
-        """Record the allocated memory before the forward, if this forward is to be read."""
+        """Record the allocated memory before the forward, if this forward is one that is read."""
         try:
             self._forwards += 1
             due = self._forwards <= _ALL_UNTIL or self._forwards % _PERIOD == 0

@@ -195,7 +195,7 @@ def all_layers_table(layers: Layers) -> Table:
 
 _LIMITS = LayerLimits()
 _ASKED_RANKS = 32
-"""Above this number of ranks, faces ask for layers of a running job only on their own page."""
+"""Above this number of ranks, faces request layers of a running job only where layers alone are shown."""
 _NEXT = "Look at what this rank does in that layer: its input, its device."
 _ALL = "all layers"
 
@@ -228,7 +228,7 @@ class LayersView(View[Layers]):
         return [_finding(one, answer, steps) for one in answer.findings]
 
     def every_s(self, ranks: Mapping[int, RankProcess], world: int) -> float | None:
-        """Return the larger of 30 s and 2 s per rank: each rank takes the aggregator up to 18 ms."""
+        """Return max(30 s, 2 s × ranks): a rank takes the aggregator up to 18 ms. None above 32 ranks."""
         return max(30.0, 2.0 * world) if world <= _ASKED_RANKS else None
 
     def block(self, answer: Layers) -> Layers:

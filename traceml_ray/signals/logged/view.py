@@ -113,8 +113,8 @@ def _finding(metric: LoggedMetric) -> Finding:
 
 _TILES, _SHORT, _SHORT_CHARS = 6, 3, 12
 """
-Number of metrics shown as numbers on the first page; number of metrics that share a line, and the largest
-length of their names.
+Number of metrics shown as numbers on the first page; number of these that also have a short form in one line;
+largest length of a name in the short form. Longer names are truncated.
 """
 
 

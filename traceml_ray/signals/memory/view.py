@@ -69,7 +69,7 @@ _FINDINGS = 100
 
 
 def memory_facts(memory: Memory) -> Facts:
-    """Return of which ranks no memory is known, if findings of others exist."""
+    """Return which ranks have no known memory, if there are findings about others."""
     missing = missing_words(memory) if memory.findings else ()
     return Facts(("Memory", "".join(missing)))
 
@@ -353,7 +353,7 @@ class MemoryView(View[RunMemory]):
         return Facts.listed("Memory", [*words, *_fullest(answer.ranks)])
 
     def sections(self, answer: RunMemory) -> Sequence[Section]:
-        """Return of which ranks no memory is known. Findings are shown elsewhere."""
+        """Return which ranks have no known memory. Findings are shown elsewhere."""
         per_rank = getattr(answer, "per_rank", {})
         peaks = {rank: one.rss_peak_bytes for rank, one in per_rank.items()}
         column = RankColumn("peak rss", "size", peaks)

@@ -122,7 +122,7 @@ class _Pieces(deque[str]):
     """
 
     gaps = 0
-    """Number of times that text was dropped. The next attribute counts the line ends in it."""
+    """Number of times that text was dropped. `left_out` counts the line ends in it."""
     left_out = 0
 
     def lose_oldest(self) -> None:

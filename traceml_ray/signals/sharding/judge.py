@@ -117,7 +117,7 @@ class ShardingInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def models(ranks: Mapping[int, Sharding], limits: ShardLimits = SHARDS) -> list[ModelShards]:
-    """Return the models of which `ranks` hold shards, in the order of their lowest rank."""
+    """Return the models whose shards `ranks` hold, in the order of their lowest rank."""
     alike: dict[tuple[object, ...], dict[int, Sharding]] = {}
     for rank, shard in sorted(ranks.items()):
         key = shard.full_bytes, shard.groups, shard.shards, shard.replicas, tuple(shard.mesh_shape)

@@ -69,8 +69,8 @@ def _dtypes(dtypes: Mapping[str, str]) -> str:
 
 def _resharded(groups: Mapping[str, int]) -> str:
     """
-    Return what happens to parameters after their forward. If that differs between groups, with the number of
-    groups.
+    Return what happens to parameters after their forward. If that differs between groups, each case has its
+    number of groups.
     """
     words = {how: _NOT_AFTER.get(how, f"resharded to {how} ranks after forward") for how in groups}
     if len(groups) == 1:
