@@ -32,7 +32,7 @@ _KEY_RANKS = 8
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that was found in a run. None means "not known"; an empty tuple means that nothing is named."""
+    """Something that was found in a run. None means "not known"; an empty tuple, that nothing is named."""
 
     key: str
     """Identifies the finding in its run. It does not change while the same thing is found."""
