@@ -24,13 +24,14 @@ from dash import fingerprint
 from dash.exceptions import DependencyException
 from flask import Flask, Response, jsonify, redirect, request
 
+from traceml_ray.sinks.prometheus import Metrics, health
 from traceml_ray.store import query
 from traceml_ray.store.profiles import ProfileInfo, remove_profile, trace_name
 from traceml_ray.store.results import BundleInfo
 from traceml_ray.views.source import Source
 from traceml_ray.wire.messages import LayersRequest
 
-from . import app, metrics, trace_job
+from . import app, trace_job
 from .pages.events import BUNDLES_PATH
 from .pages.layers import PATH as LAYERS_PATH
 from .pages.profiles import FIELDS, TABLE, TRACE, request_of
@@ -71,8 +72,9 @@ def create_app(
     guard = Guard(token, hosts)
     guard.install(server)
     server.after_request(_pack)
-    server.add_url_rule("/health", view_func=lambda: jsonify(metrics.health(session)))
-    server.add_url_rule("/metrics", endpoint="metrics", view_func=lambda: _metrics(session))
+    server.add_url_rule("/health", view_func=lambda: jsonify(health(session)))
+    metrics = Metrics(session)
+    server.add_url_rule("/metrics", endpoint="metrics", view_func=lambda: _metrics(metrics))
     _serve_bundles(server, session)
     _serve_profiles(server, session)
     _serve_layers(server, session)
@@ -82,8 +84,8 @@ def create_app(
     return dashboard
 
 
-def _metrics(session: SessionPages) -> Response:
-    body, content_type = metrics.exposition(session, request.headers.get("Accept", ""))
+def _metrics(metrics: Metrics) -> Response:
+    body, content_type = metrics.exposition(request.headers.get("Accept", ""))
     return Response(body, content_type=content_type)
 
 

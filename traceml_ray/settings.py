@@ -136,6 +136,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Peak of one device in 10¹² FLOPs a second; default: its maker's figure, if known."""
     total_steps: Annotated[int | None, Bounds(1, 10**15), OF_RANKS] = None
     """Number of steps of the job."""
+    metrics_port: Annotated[int | None, Bounds(0, 65535)] = None
+    """
+    Port at which `/metrics` is served for Prometheus, on the node of the aggregator, without the web app. 0:
+    a free one, which `traceml-ray status` names. By default none is.
+    """
+    metrics_host: str = "127.0.0.1"
+    """
+    Address at which it is served. With another one, everybody who reaches it can read the metrics, unless
+    TRACEML_METRICS_TOKEN has a token that a scrape must send.
+    """
+    metrics_ranks: Annotated[int, Bounds(1, 1 << 20)] = 1024
+    """Largest number of ranks that have metrics each; of more, only nodes and the worst rank have."""
     nice: Annotated[int, Bounds(0, 19), OF_LAUNCHERS] = 10
     """How much the priority of the monitor's own Ray is lowered below the launcher's."""
     debug: bool = False

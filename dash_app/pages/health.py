@@ -8,6 +8,7 @@ from typing import Any
 from dash import html
 
 from traceml_ray.document.model import Table
+from traceml_ray.reports.contents import sinks_table
 from traceml_ray.store.results import WholeLedger
 from traceml_ray.views import health
 from traceml_ray.views.run_state import RunState
@@ -35,6 +36,9 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         "Relays, one on each node": _relays(view["relays"], route),
         "Errors of the monitor": html.Div(shown, id="health-errors"),
     }
+    if view["sinks"]:
+        sinks = table(sinks_table(view["sinks"]), route)
+        panels["Sinks, where the session is reported"] = html.Div(sinks, id="health-sinks")
     return html.Div(
         [
             html.H1("Health of the monitor"),

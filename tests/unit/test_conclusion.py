@@ -21,7 +21,6 @@ from sessions import MS
 from traceml_ray import text
 from traceml_ray.analysis.episodes import Brief
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.dash_app import metrics
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.dash_app.shell import _cost
@@ -34,6 +33,7 @@ from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.layers.judge import LayerFinding, Layers
 from traceml_ray.signals.memory.shapes import Memory, MemoryFinding
 from traceml_ray.signals.views import findings_of
+from traceml_ray.sinks.prometheus import Metrics
 from traceml_ray.stages import FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.store.results import LiveVerdict, live_verdict
@@ -156,7 +156,7 @@ def faces(source: Any) -> dict[str, str]:
     }
     lines = " ".join(one.plain.strip("│ ") for one in panel(newest, Choice(), 200, 60))
     shown["top"] = lines[lines.index("VERDICT") : lines.index("NODE SUMMARY")]
-    return {**shown, "metrics": metrics.exposition(pages)[0].decode()}
+    return {**shown, "metrics": Metrics(pages).exposition()[0].decode()}
 
 
 def one_cost(verdict: Any, shown: dict[str, str], about: str) -> None:
@@ -224,7 +224,7 @@ def test_what_is_watched_is_healthy_on_no_face(tmp_path: Path) -> None:
     shown = faces(played.source)
     assert "tone-notice" in shown["/"] and "tone-good" not in shown["/"]
     assert "△ watching: rank 5 (host-1) in data" in shown["top"] and "s of the 0.05 s" in shown["top"]
-    assert 'traceml_verdict{label="watching"' in shown["metrics"]
+    assert 'traceml_verdict_info{label="watching"' in shown["metrics"]
     assert "Nothing to do" not in shown["top"] and "No rank delays" not in shown["top"]
     conclusion = conclude(verdict, findings_of(verdict, None, {}))
     assert (conclusion.tone, conclusion.label, conclusion.rank) == ("notice", "watching", 5)

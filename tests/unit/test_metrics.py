@@ -11,8 +11,9 @@ from prometheus_client.core import Metric
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from traceml_ray.dash_app import metrics
+from traceml_ray.analysis.labels import LABELS
 from traceml_ray.dash_app.session_pages import SessionPages
+from traceml_ray.sinks.prometheus import Metrics, health
 
 Parse = Callable[[str], Iterable[Metric]]
 
@@ -41,11 +42,14 @@ def values(body: bytes, parse: Parse) -> dict[str, dict[frozenset[str], float]]:
 
 
 def test_metrics_hold_verdict_ledger_and_ranks(pages: SessionPages) -> None:
-    body, content_type = metrics.exposition(pages)
+    body, content_type = Metrics(pages).exposition()
     metrics_read = values(body, text_string_to_metric_families)
     assert content_type == "text/plain; version=0.0.4; charset=utf-8"
     assert b"# TYPE traceml_rank_busy_seconds gauge\n" in body and b"# EOF" not in body
-    assert metrics_read["traceml_verdict"] == {frozenset({"job", "straggler", "data", "5", "host-1"}): 1}
+    assert metrics_read["traceml_verdict"] == {
+        frozenset({"job", label}): float(label == "straggler") for label in LABELS
+    }
+    assert metrics_read["traceml_verdict_info"] == {frozenset({"job", "straggler", "data", "5", "host-1"}): 1}
     assert metrics_read["traceml_rows_total"][frozenset({"stored"})] == 8 * 150
     assert metrics_read["traceml_ranks"][frozenset({"job", "reporting"})] == 8
     assert len(metrics_read["traceml_rank_busy_seconds"]) == 8
@@ -57,14 +61,16 @@ def test_metrics_have_how_long_gpus_wait_for_their_hosts(tmp_path: Path) -> None
     for _ in range(60):
         played.play()
     pages.poll()
-    idle = values(metrics.exposition(pages)[0], text_string_to_metric_families)["traceml_rank_gpu_idle_ratio"]
+    idle = values(Metrics(pages).exposition()[0], text_string_to_metric_families)[
+        "traceml_rank_gpu_idle_ratio"
+    ]
     assert len(idle) == 8
     assert 0.4 < idle.pop(frozenset({"job", "5", "host-1"})) < 0.5
     assert max(idle.values()) < 0.1
 
 
 def test_metrics_of_nodes_follow_the_table_of_quantities(pages: SessionPages) -> None:
-    metrics_read = values(metrics.exposition(pages)[0], text_string_to_metric_families)
+    metrics_read = values(Metrics(pages).exposition()[0], text_string_to_metric_families)
     node, device = frozenset({"job", "host-1"}), frozenset({"job", "host-1", "1"})
     assert metrics_read["traceml_node_cpu_ratio"][node] == 0.5
     assert metrics_read["traceml_node_net_rx_bytes_total"][node] > 1 << 27
@@ -74,27 +80,27 @@ def test_metrics_of_nodes_follow_the_table_of_quantities(pages: SessionPages) ->
 
 
 def test_metrics_are_openmetrics_on_request(pages: SessionPages) -> None:
-    body, content_type = metrics.exposition(
-        pages, "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
+    body, content_type = Metrics(pages).exposition(
+        "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
     )
     assert content_type.startswith("application/openmetrics-text; version=1.0.0; charset=utf-8")
     assert body.endswith(b"# EOF\n") and b"# UNIT traceml_step_seconds seconds\n" in body
     metrics_read = values(body, openmetrics.text_string_to_metric_families)
-    assert metrics_read == values(metrics.exposition(pages)[0], text_string_to_metric_families)
+    assert metrics_read == values(Metrics(pages).exposition()[0], text_string_to_metric_families)
 
 
 @pytest.mark.parametrize(
     "accept", ["application/openmetrics-text; version=x", "text/plain;version=1.y", ",;;="]
 )
 def test_metrics_are_plain_text_for_an_invalid_header(pages: SessionPages, accept: str) -> None:
-    assert metrics.exposition(pages, accept)[1] == "text/plain; version=0.0.4; charset=utf-8"
+    assert Metrics(pages).exposition(accept)[1] == "text/plain; version=0.0.4; charset=utf-8"
 
 
 def test_metrics_of_a_session_without_ranks_have_only_its_state(tmp_path: Path) -> None:
     played = Played(tmp_path / "demo")
     pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
-    assert metrics.health(pages) == {"status": "ok", "state": "empty"}
-    metrics_read = values(metrics.exposition(pages)[0], text_string_to_metric_families)
+    assert health(pages) == {"status": "ok", "state": "empty"}
+    metrics_read = values(Metrics(pages).exposition()[0], text_string_to_metric_families)
     assert metrics_read["traceml_state"][frozenset({"empty"})] == 1
     assert sum(metrics_read["traceml_state"].values()) == 1
     assert not {"traceml_step_seconds", "traceml_node_cpu_ratio", "traceml_verdict"} & metrics_read.keys()

@@ -24,7 +24,7 @@ from snapshot import Snapshot
 from traceml_ray import text
 from traceml_ray.analysis.anomalies import Anomaly
 from traceml_ray.analysis.spread import MISSING, deviations, excess, quantiles, ratio
-from traceml_ray.dash_app import metrics, shell
+from traceml_ray.dash_app import shell
 from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.pages import rank
 from traceml_ray.dash_app.route import Route
@@ -34,6 +34,7 @@ from traceml_ray.reports.answers import QUESTIONS
 from traceml_ray.reports.comparison import compare
 from traceml_ray.reports.files import write_reports
 from traceml_ray.reports.headlines import named
+from traceml_ray.sinks.prometheus import Metrics, health
 from traceml_ray.stages import FORWARD, N_STAGES, POST_SYNC, SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.store.session import SessionFolder, prepare
@@ -290,11 +291,11 @@ def test_session_whose_run_has_ended_is_idle_until_the_next_one(played: Played, 
         ranks = [rank for rank in played.ranks if rank.identity.node_rank == node]
         played.aggregator.ingest(relay.message(*(rank.batch(0, final=True) for rank in ranks)))
     assert played.aggregator.commit() and pages.poll()
-    assert metrics.health(pages)["state"] == "ending", "its launcher has not reported how it ended"
+    assert health(pages)["state"] == "ending", "its launcher has not reported how it ended"
     assert run_message(played.aggregator, "job", info={"name": "fit"}, status="finished").ok
     pages.poll()
-    assert metrics.health(pages) == {"status": "ok", "state": "idle"}
-    assert b'traceml_state{state="idle"} 1' in metrics.exposition(pages, "")[0]
+    assert health(pages) == {"status": "ok", "state": "idle"}
+    assert b'traceml_state{state="idle"} 1' in Metrics(pages).exposition()[0]
     idle = look(pages, "header")
     assert (idle["coverage_text"], idle["verdict"].label) == ("data from 8 of 8 ranks", "straggler")
     assert not idle["incident"].episode.goes_on
@@ -305,11 +306,11 @@ def test_session_whose_run_has_ended_is_idle_until_the_next_one(played: Played, 
     played.begin(job_id="second")
     played.play(15)
     pages.poll()
-    assert metrics.health(pages)["state"] == "live"
+    assert health(pages)["state"] == "live"
     assert look(pages, "header", run="job")["state"] == "idle"
     played.end()
     pages.poll()
-    assert metrics.health(pages)["state"] == "finished"
+    assert health(pages)["state"] == "finished"
     assert not pages.errors
 
 
@@ -323,7 +324,7 @@ def test_run_of_plain_actors_has_ended_with_its_ranks(tmp_path: Path) -> None:
         assert aggregator.commit()
         aggregator.judge()
         pages.poll()
-        assert metrics.health(pages)["state"] == ("idle" if final else "live")
+        assert health(pages)["state"] == ("idle" if final else "live")
     assert look(pages, "header")["state_text"].startswith(
         "Run job has ended. The session continues: it waits"
     )
@@ -395,7 +396,7 @@ def test_dead_rank_is_shown_as_dead_and_events_begin_with_the_cause(played: Play
     header = look(pages, "header")
     assert (header["state"], header["verdict"].label) == ("ending", "rank_lost")
     assert header["state_text"] == "Ranks 2 and 5 have ended, ranks 0, 1, 3, 4, 6 and 7 still run."
-    assert b'traceml_state{state="ending"} 1' in metrics.exposition(pages, "")[0]
+    assert b'traceml_state{state="ending"} 1' in Metrics(pages).exposition()[0]
     paths = "/rank/5", "/rank/2", "/rank/1"
     shown = [to_json_plotly(Refresher(pages).refresh(path, "", {})) for path in paths]
     died = '"Killed by SIGKILL at ",["time",{"dateTime":"2023-11-14T22:13:56.000+00:00",'
@@ -842,7 +843,7 @@ def test_session_stays_open_while_another_thread_reads_it(
 
 def test_health_page_shows_ledger_overhead_and_relays(played: Played) -> None:
     pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
-    assert metrics.health(pages) == {"status": "ok", "state": "empty"}
+    assert health(pages) == {"status": "ok", "state": "empty"}
     pages = followed(played)
     page = look(pages, "health")
     assert page["ledger"].produced == page["ledger"].stored == 8 * 150

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
@@ -132,6 +134,7 @@ class LiveAnswers(Answers):
         self._by_kind[query.StartProfile] = self._start_profile
         self._by_kind[query.StartLayers] = self._start_layers
         self._by_kind[query.RemoveProfile] = lambda asked: remove_profile(self.folder, asked.id)
+        self._by_kind[query.NoteSinks] = self._note_sinks
         self._by_kind[query.Snapshot] = self._snapshot
         self._by_kind[query.ReadFile] = lambda asked: self.snapshots.read(asked.name, asked.offset, asked.n)
         self._by_kind[query.Discard] = lambda asked: self.snapshots.remove(asked.name)
@@ -185,6 +188,10 @@ class LiveAnswers(Answers):
             why = self._layers(asked.request, asked.id)
         if why is not None:
             raise query.QueryError(f"no layers: {why}")
+
+    def _note_sinks(self, asked: query.NoteSinks) -> None:
+        with self._writer.lock:
+            self._writer.set_meta(sinks=msgspec.to_builtins(asked.sinks))
 
     def _snapshot(self, _: query.Snapshot) -> str:
         """

@@ -36,6 +36,7 @@ from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import ready
 
 if TYPE_CHECKING:
+    from traceml_ray.monitor.sink_process import SinkProcess
     from traceml_ray.store.session import SessionFolder
 
 GC_ALLOCATIONS = 100_000
@@ -87,7 +88,16 @@ class Aggregator:
             write_live(folder, Live(os.getpid(), str(socket), context.gcs_address))
         if made.everywhere:
             self._membership.start()
+        self._sinks = self._start_sinks()
         threading.Thread(target=self._beat, name="traceml-beat", daemon=True).start()
+
+    def _start_sinks(self) -> SinkProcess | None:
+        """Start the process that reports the session elsewhere, where the settings ask for that."""
+        from traceml_ray.monitor.sink_process import SinkProcess, wanted
+
+        if not wanted(self._config.settings):
+            return None
+        return SinkProcess(self._core.folder.path, self._config.settings, self._core.query, self._core.errors)
 
     def _beat(self) -> None:
         commit_at = judge_at = 0.0

@@ -222,6 +222,7 @@ class Answers:
             ranks=len(current_ranks(by_run(processes).get(run or "", []))),
             ledger=count(processes),
             errors=dict(errors),
+            sinks=msgspec.convert(meta.get("sinks", []), ready(list[results.SinkState])),
             verdict=verdict.label if verdict else None,
         )
 

@@ -28,7 +28,7 @@ from traceml_ray.reports.headlines import (
     wasted,
 )
 from traceml_ray.signals.finding import Finding
-from traceml_ray.store.results import EarlierStart, RunInfo, WholeLedger
+from traceml_ray.store.results import EarlierStart, RunInfo, SinkState, WholeLedger
 from traceml_ray.store.summary_shape import (
     EventInfo,
     RankOverhead,
@@ -468,6 +468,22 @@ def events_table(events: Sequence[EventInfo]) -> Table:
         Column("what", lambda event: event.message.partition("\n")[0]),
     ]
     return Table(f"Events ({text.zone()})", columns, worth[-_MAX_LINES:])
+
+
+def sinks_table(sinks: Sequence[SinkState]) -> Table:
+    """Return how the places are doing that the session is reported to."""
+    return Table("Sinks", SINKS, sinks)
+
+
+SINKS = [
+    Column("sink", lambda sink: sink.name, "name"),
+    Column("where", lambda sink: sink.where),
+    Column("sent", lambda sink: sink.sent, "count"),
+    Column("failed", lambda sink: sink.failed, "count"),
+    Column("dropped", lambda sink: sink.dropped, "count"),
+    Column("newest failure", lambda sink: sink.error, tone=lambda sink: "warning" if sink.error else ""),
+]
+"""Columns of the places that a session is reported to (`results.SinkState`)."""
 
 
 def ledger_facts(ledger: WholeLedger) -> Facts:

@@ -11,7 +11,7 @@ from traceml_ray import text
 from traceml_ray.document.json import as_json
 from traceml_ray.document.model import Block, Column, Facts, Table
 from traceml_ray.document.text import page
-from traceml_ray.reports.contents import ledger_facts, runs_table
+from traceml_ray.reports.contents import ledger_facts, runs_table, sinks_table
 from traceml_ray.reports.headlines import restarted
 from traceml_ray.store import query
 from traceml_ray.store.rank_processes import RankProcess, node_key
@@ -42,6 +42,7 @@ def render_status(send: Send, folder: Path, holder: int | None, now: int) -> str
     lost = [labels[node.node_id] for node in nodes if node.lost_ns]
     parts.append(Facts(("Nodes", ", ".join(lost))))
     parts.append(ledger_facts(ledger))
+    parts.append(sinks_table(status.sinks))
     errors, missing = _counted(status.errors, nodes, processes)
     parts.append(_counts("Swallowed errors", errors))
     parts.append(_counts("Not measured", missing))
@@ -89,6 +90,7 @@ def status_json(send: Send, folder: Path, holder: int | None, now: int) -> str:
         "ranks": [_rank_json(rank, process, labels, now) for rank, process in ranks.items()],
         "nodes": nodes,
         "ledger": ledger,
+        "sinks": status.sinks,
         "errors": errors,
         "not_measured": missing,
     }

@@ -354,6 +354,12 @@ class ReadFile(Request[bytes], frozen=True):
     n: Count
 
 
+class NoteSinks(Request[None], frozen=True):
+    """Note how the sinks of the session are doing."""
+
+    sinks: list[results.SinkState]
+
+
 class Discard(Request[None], frozen=True):
     """Removes the copy `name`."""
 

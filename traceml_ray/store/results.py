@@ -42,6 +42,23 @@ class Dropped(msgspec.Struct, frozen=True):
         return {name: count for name, count in msgspec.structs.asdict(self).items() if count}
 
 
+class SinkState(msgspec.Struct, frozen=True, kw_only=True):
+    """State of one sink: a place outside of the session, such as Prometheus, that it is reported to."""
+
+    name: str
+    """Name of the sink, such as `prometheus`."""
+    where: str
+    """URL or address that it reports to, or that it is scraped at. It holds no secret."""
+    sent: int = 0
+    """Number of reports that were delivered, or of scrapes that were answered."""
+    failed: int = 0
+    """Number of attempts that failed."""
+    dropped: int = 0
+    """Number of reports that were dropped because a newer one replaced them."""
+    error: str = ""
+    """The newest failure; "" if the last attempt succeeded."""
+
+
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """Where every row is. `produced = stored + dropped + in_flight`, in rows."""
 
@@ -318,5 +335,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Where every row of the session is, in rows."""
     errors: dict[str, int]
     """Number of exceptions that the aggregator swallowed: place in the code → count."""
+    sinks: list[SinkState] = []
+    """State of each sink that the session is reported to."""
     verdict: str | None
     """Label of the verdict on that run; None: there is no verdict."""

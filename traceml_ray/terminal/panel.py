@@ -29,6 +29,7 @@ from traceml_ray.document.terminal import (
     table,
     wrap,
 )
+from traceml_ray.reports.contents import sinks_table
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.views import PAGES, VIEWS, sections_of
 from traceml_ray.terminal.sections import DRAWN_STEPS, events, of_steps, output, stages_of
@@ -215,6 +216,7 @@ def health_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSe
         PaneSection("LEDGER, IN ROWS", lambda most: cut(rows, most), len(rows), min(2, len(rows))),
         listed(Table("Errors, swallowed and counted", ERRORS, errors), choice.scroll, width),
         listed(Table("Relays", RELAYS, relays, spare=("clock", "last message")), choice.scroll, width),
+        *([listed(sinks_table(sinks), choice.scroll, width)] if (sinks := snapshot.health["sinks"]) else ()),
     ]
 
 

@@ -35,6 +35,7 @@ def health(cache: SessionPoll, run: RunState | None, viewer: str) -> dict[str, A
         "bytes_per_s": sent / seconds if seconds else None,
         "overhead": overhead_of(processes),
         "errors": _errors(cache, run, viewer),
+        "sinks": cache.status.sinks if cache.status else [],
         "restarts": sum(max(0, n - 1) for n in starts.values()),
         "relays": [{**asdict(node), "age_s": age_s(cache.clock(), node.last_seen_ns)} for node in nodes],
         "poll_ms": {"p50": number(np.median(poll)), "p95": number(np.percentile(poll, 95))},

@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NoAnswer
+from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Event, Lock
 from typing import Any
 
 from traceml_ray.analysis.thresholds import Thresholds
@@ -211,7 +213,40 @@ class LocalSource:
         return self._now
 
 
-Source = StoredSource | LiveSource | LocalSource
+class PipeSource:
+    """
+    Asks the aggregator that started this process, over a pipe.
+
+    Args:
+        pipe: to the aggregator.
+        folder: of the session.
+    """
+
+    stored, starting = False, None
+
+    def __init__(self, pipe: Connection, folder: Path) -> None:
+        self.target, self.out = folder.name, str(folder.parent)
+        self._pipe = pipe
+        self._asking = Lock()
+        self.closed = Event()
+        """Set once the aggregator is gone."""
+
+    def reply(self, message: bytes) -> bytes:
+        """Answer a question. Raises `SourceError`."""
+        with self._asking:
+            try:
+                self._pipe.send_bytes(message)
+                return self._pipe.recv_bytes()
+            except (OSError, EOFError) as error:
+                self.closed.set()
+                raise SourceError(f"the aggregator of session {self.target!r} is gone") from error
+
+    def close(self) -> None:
+        """Close the pipe."""
+        self._pipe.close()
+
+
+Source = StoredSource | LiveSource | LocalSource | PipeSource
 """
 A session that any thread can query (`reply`, see `store.query`) and that can be closed (`close`). `target` is
 its name for people, `out` the folder of past sessions, and `stored` says whether it is over. `starting` is

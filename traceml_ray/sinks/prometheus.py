@@ -1,38 +1,32 @@
-"""Endpoints for other programs: `/health`, and `/metrics` for Prometheus."""
+"""The metrics of a session for Prometheus, and `/health`, in the formats that a scrape asks for."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from msgspec.structs import asdict
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CollectorRegistry, CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
 from traceml_ray import text
+from traceml_ray.analysis.labels import LABELS
 from traceml_ray.analysis.spread import quantiles
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.nodes.quantities import GPU, NODE, Quantity
 from traceml_ray.signals.views import sections_of
 from traceml_ray.views.findings import found_in
+from traceml_ray.views.run_state import RunState
+from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.state import state_of
-
-if TYPE_CHECKING:
-    from traceml_ray.views.run_state import RunState
-
-    from .session_pages import SessionPages
 
 _MOST_FINDINGS = 32
 """Largest number of findings with a series each. If there are more, only their number is known."""
-_MOST = 1024
-"""
-Largest number of ranks or devices with a series each. Beyond it, only nodes and the worst rank
-have series.
-"""
+MOST = 1024
+"""The default of `Metrics.most`."""
 _STATES = (
     *("empty", "starting", "unwatched", "waiting"),
     *("live", "stale", "ending", "idle", "finished", "stored"),
@@ -42,7 +36,7 @@ Series = Iterable[tuple[Sequence[object], float | None]]
 """Label values and measured value of each series. Unknown values are left out."""
 
 
-def health(session: SessionPages) -> dict[str, Any]:
+def health(session: SessionPoll) -> dict[str, Any]:
     """
     Return whether the session answers, and its state. It contains nothing private, because it requires no
     token.
@@ -53,16 +47,33 @@ def health(session: SessionPages) -> dict[str, Any]:
     }
 
 
-def exposition(session: SessionPages, accept: str = "") -> tuple[bytes, str]:
-    """Return all metrics in the format that the `Accept` header asks for, and its content type."""
-    with session.lock:
-        families = [family for family in _families(session) if family.samples]
-    try:
-        encode, content_type = choose_encoder(accept)
-    except (TypeError, ValueError):  # the library expects every version to be a number
-        encode, content_type = choose_encoder("")
-    # These are the metrics of one session, so they are in no registry.
-    return encode(SimpleNamespace(collect=lambda: families)), content_type
+class Metrics:
+    """
+    The metrics of one session, as a registry of the library has them: made anew for each scrape.
+
+    Args:
+        session: what is known of it.
+        most: largest number of ranks, or devices, with a series each; of more, only nodes and the worst rank
+            have one.
+    """
+
+    def __init__(self, session: SessionPoll, most: int = MOST) -> None:
+        self._session, self._most = session, most
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+
+    def collect(self) -> list[Metric]:
+        """Return the families that have samples. What one of them asks of the session is asked at once."""
+        made = self._session.make(lambda: list(_families(self._session, self._most)))[1]
+        return [family for family in made if family.samples]
+
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+        """Return all metrics in the format that an `Accept` header asks for, and its content type."""
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):  # the library expects every version to be a number
+            encode, content_type = choose_encoder("")
+        return encode(self.registry), content_type
 
 
 def _gauge(name: str, about: str, labels: Sequence[str], series: Series, unit: str = "") -> Metric:
@@ -80,7 +91,7 @@ def _filled(family: GaugeMetricFamily | CounterMetricFamily, series: Series) -> 
     return family
 
 
-def _families(session: SessionPages) -> Iterator[Metric]:
+def _families(session: SessionPoll, most: int) -> Iterator[Metric]:
     state = state_of(session, session.newest)
     yield _gauge("state", "1 for the state of the session.", ["state"], [((s,), s == state) for s in _STATES])
     poll = quantiles(np.array(session.poll_ms or [np.nan]) / 1e3, (0.5, 0.95)).tolist()
@@ -98,9 +109,9 @@ def _families(session: SessionPages) -> Iterator[Metric]:
     if (run := session.newest) is not None:
         yield from _run_metrics(run)
         yield from _finding_metrics(run, found_in(session, run, state))
-        yield from _step_metrics(run)
-        yield from _signal_metrics(run)
-        yield from _node_metrics(run)
+        yield from _step_metrics(run, most)
+        yield from _signal_metrics(run, most)
+        yield from _node_metrics(run, most)
 
 
 def _by_key(counts: Mapping[str, float]) -> Series:
@@ -114,9 +125,11 @@ def _by_quantile(values: Iterable[float], *labels: object) -> Series:
 def _run_metrics(run: RunState) -> Iterator[Metric]:
     name, verdict = run.id, run.verdict
     if verdict is not None:
+        states = [((name, label), float(label == verdict.label)) for label in LABELS]
+        yield _gauge("verdict", "1 for the label of the verdict at present.", ["run", "label"], states)
         named = ("label", "stage", "rank", "node")
         series = [((name, *(getattr(verdict, key) for key in named)), 1.0)]
-        yield _gauge("verdict", "1 for the verdict at present.", ["run", *named], series)
+        yield _gauge("verdict_info", "Whom the verdict at present names.", ["run", *named], series)
         cost = verdict.cost_pct if verdict.label != "healthy" else 0.0
         about = "Cost of what the verdict names, as a share of the time since it began, or of the run."
         yield _gauge("verdict_cost", about, ["run"], [((name,), cost and cost / 100)], "ratio")
@@ -148,7 +161,7 @@ def _finding_metrics(run: RunState, findings: Sequence[Finding]) -> Iterator[Met
     yield _gauge("findings", about, ["run", "signal", "severity"], counts.items())
 
 
-def _step_metrics(run: RunState) -> Iterator[Metric]:
+def _step_metrics(run: RunState, most: int) -> Iterator[Metric]:
     name, times = run.id, run.times
     if times is None or not times.steps:
         return
@@ -160,7 +173,7 @@ def _step_metrics(run: RunState) -> Iterator[Metric]:
     nodes = [((name, node), values.median_ms / 1e3) for node, values in times.nodes.items()]
     yield _gauge("node_busy", "Median busy time of a step, by node.", ["run", "node"], nodes, "seconds")
     per_rank = zip(times.ranks, times.busy_ms.tolist(), strict=True)
-    shown = [pair for pair in per_rank if len(times.ranks) <= _MOST or pair[0] == times.worst_rank]
+    shown = [pair for pair in per_rank if len(times.ranks) <= most or pair[0] == times.worst_rank]
     busy = [((name, rank, run.node_of(rank)), ms / 1e3) for rank, ms in shown]
     about = "Median busy time of a step, by rank."
     yield _gauge("rank_busy", about, ["run", "rank", "node"], busy, "seconds")
@@ -170,22 +183,22 @@ def _step_metrics(run: RunState) -> Iterator[Metric]:
     yield _gauge("rank_gpu_idle", about, ["run", "rank", "node"], idle, "ratio")
 
 
-def _signal_metrics(run: RunState) -> Iterator[Metric]:
+def _signal_metrics(run: RunState, most: int) -> Iterator[Metric]:
     for gauge in (gauge for section in sections_of(run.signals) for gauge in section.gauges):
-        if len(gauge.series) > _MOST:
+        if len(gauge.series) > most:
             continue
         series = [((run.id, *labels), value) for labels, value in gauge.series]
         yield _gauge(gauge.name, gauge.about, ["run", *gauge.labels], series, gauge.unit)
 
 
-def _node_metrics(run: RunState) -> Iterator[Metric]:
+def _node_metrics(run: RunState, most: int) -> Iterator[Metric]:
     """Yield the quantities of the newest sample of each node, and of its devices."""
     name = run.id
     samples = [(run.labels.get(node, node), sample) for node, sample in run.samples.items()]
     for quantity in NODE:
         yield from _quantity(quantity, "node", ["run", "node"], [((name, node), s) for node, s in samples])
     devices = [((name, node, gpu["index"]), gpu) for node, s in samples for gpu in s["gpus"] or ()]
-    for quantity in GPU if len(devices) <= _MOST else ():
+    for quantity in GPU if len(devices) <= most else ():
         if not quantity.counter:  # not every sample has the counters of devices
             yield from _quantity(quantity, "gpu", ["run", "node", "gpu"], devices)
 
