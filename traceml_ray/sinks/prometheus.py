@@ -27,7 +27,7 @@ _MOST_FINDINGS = 32
 """Largest number of findings with a series each. If there are more, only their number is known."""
 MOST = 1024
 """The default of `Metrics.most`."""
-_STATES = (
+STATES = (
     *("empty", "starting", "unwatched", "waiting"),
     *("live", "stale", "ending", "idle", "finished", "stored"),
 )
@@ -93,7 +93,7 @@ def _filled(family: GaugeMetricFamily | CounterMetricFamily, series: Series) -> 
 
 def _families(session: SessionPoll, most: int) -> Iterator[Metric]:
     state = state_of(session, session.newest)
-    yield _gauge("state", "1 for the state of the session.", ["state"], [((s,), s == state) for s in _STATES])
+    yield _gauge("state", "1 for the state of the session.", ["state"], [((s,), s == state) for s in STATES])
     poll = quantiles(np.array(session.poll_ms or [np.nan]) / 1e3, (0.5, 0.95)).tolist()
     about = "Time to bring the session up to date."
     yield _gauge("dashboard_poll", about, ["quantile"], _by_quantile(poll), "seconds")
