@@ -106,6 +106,18 @@ def test_a_token_is_asked_for_where_there_is_one(played: Played) -> None:
     served.close()
 
 
+def test_a_foreign_page_cannot_read_what_is_served_to_this_machine(played: Played) -> None:
+    served = Scraped(session_of(played), Settings(metrics_port=0))
+    request = urllib.request.Request(served.where, headers={"Host": "evil.example:9464"})
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(request, timeout=30)
+    for name in ("localhost", "127.0.0.1:9464", "[::1]:9464", "[::1]"):
+        request = urllib.request.Request(served.where, headers={"Host": name})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert answer.status == 200
+    served.close()
+
+
 def test_a_state_is_noted_once_it_is_new(played: Played) -> None:
     session = session_of(played)
     served = Scraped(session, Settings(metrics_port=0))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hmac
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from socketserver import ThreadingMixIn
 from typing import Any
+from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import make_wsgi_app
@@ -23,6 +24,7 @@ TOKEN = "TRACEML_METRICS_TOKEN"
 """Variable with the bearer token that a scrape must send, if there is one."""
 _TIMEOUT_S = 10.0
 """How long one request may take to arrive."""
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _Start = Callable[..., Any]
 
 
@@ -58,6 +60,7 @@ class Scraped:
         self._sent = self._failed = 0
         self._error = ""
         host, port = settings.metrics_host, settings.metrics_port or 0
+        self._names = _LOOPBACK if host in _LOOPBACK else None
         try:
             self._server = make_server(host, port, self._answer, _Server, _Handler)
         except OSError as error:
@@ -81,6 +84,9 @@ class Scraped:
         if environ["PATH_INFO"] not in ("/metrics", "/"):
             start("404 Not Found", [])
             return [b"The metrics are at /metrics.\n"]
+        if self._names is not None and _host(environ) not in self._names:  # a foreign page, by DNS rebinding
+            start("403 Forbidden", [])
+            return [b"The Host header must name this machine.\n"]
         given = environ.get("HTTP_AUTHORIZATION", "").partition("Bearer ")[2]
         if self._token and not hmac.compare_digest(given.encode(), self._token.encode()):
             start("401 Unauthorized", [("WWW-Authenticate", "Bearer")])
@@ -95,3 +101,11 @@ class Scraped:
         with self._lock:
             self._sent, self._error = self._sent + 1, ""
         return body
+
+
+def _host(environ: Mapping[str, Any]) -> str | None:
+    """Return the name in the `Host` header; None without one that can be read."""
+    try:
+        return urlsplit("//" + environ.get("HTTP_HOST", "")).hostname
+    except ValueError:
+        return None
