@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from socketserver import ThreadingMixIn
@@ -14,6 +15,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import make_wsgi_app
 
 from traceml_ray.errors import error_text
+from traceml_ray.ray.connection import join
 from traceml_ray.settings import Settings
 from traceml_ray.store.results import SinkState
 from traceml_ray.views.session_poll import SessionPoll
@@ -24,6 +26,7 @@ TOKEN = "TRACEML_METRICS_TOKEN"
 """Variable with the bearer token that a scrape must send, if there is one."""
 _TIMEOUT_S = 10.0
 """How long one request may take to arrive."""
+_EVERYWHERE = ("0.0.0.0", "::", "")
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _Start = Callable[..., Any]
 
@@ -62,10 +65,13 @@ class Scraped:
         host, port = settings.metrics_host, settings.metrics_port or 0
         self._names = _LOOPBACK if host in _LOOPBACK else None
         try:
-            self._server = make_server(host, port, self._answer, _Server, _Handler)
+            family = min(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]  # IPv4 first
+            server = type("_Server", (_Server,), {"address_family": family})
+            self._server = make_server(host, port, self._answer, server, _Handler)
         except OSError as error:
-            raise OSError(f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}") from None
-        self.where = f"http://{host}:{self._server.server_port}/metrics"
+            raise OSError(f"cannot listen on {join(host, port)}: {error.strerror}") from None
+        name = socket.gethostname() if host in _EVERYWHERE else host
+        self.where = f"http://{join(name, self._server.server_port)}/metrics"
         threading.Thread(target=self._server.serve_forever, name="traceml-metrics", daemon=True).start()
 
     def state(self) -> SinkState:
