@@ -138,16 +138,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Number of steps of the job."""
     metrics_port: Annotated[int | None, Bounds(0, 65535)] = None
     """
-    Port at which `/metrics` is served for Prometheus, on the node of the aggregator, without the web app. 0:
-    a free one, which `traceml-ray status` names. By default none is.
+    Port at which metrics are served for Prometheus (`/metrics`), on the node of the aggregator, without the
+    web app. 0: a free port, which `traceml-ray status` shows. By default they are not served.
     """
     metrics_host: str = "127.0.0.1"
     """
-    Address at which it is served. With another one, everybody who reaches it can read the metrics, unless
-    TRACEML_METRICS_TOKEN has a token that a scrape must send.
+    Address at which the metrics are served. At any other address everyone who reaches it can read them,
+    unless TRACEML_METRICS_TOKEN contains a token, which each scrape must then send.
     """
     metrics_ranks: Annotated[int, Bounds(1, 1 << 20)] = 1024
-    """Largest number of ranks that have metrics each; of more, only nodes and the worst rank have."""
+    """Largest number of ranks with metrics each. Above it only nodes and the slowest rank have metrics."""
     nice: Annotated[int, Bounds(0, 19), OF_LAUNCHERS] = 10
     """How much the priority of the monitor's own Ray is lowered below the launcher's."""
     debug: bool = False
