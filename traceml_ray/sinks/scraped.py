@@ -67,7 +67,7 @@ class Scraped:
         try:
             family = min(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]  # IPv4 first
             server = type("_Server", (_Server,), {"address_family": family})
-            self._server = make_server(host, port, self._answer, server, _Handler)
+            self._server: WSGIServer = make_server(host, port, self._answer, server, _Handler)
         except OSError as error:
             raise OSError(f"cannot listen on {join(host, port)}: {error.strerror}") from None
         name = socket.gethostname() if host in _EVERYWHERE else host
@@ -111,7 +111,8 @@ class Scraped:
 
 def _host(environ: Mapping[str, Any]) -> str | None:
     """Return the name in the `Host` header; None without one that can be read."""
+    given: str = environ.get("HTTP_HOST", "")
     try:
-        return urlsplit("//" + environ.get("HTTP_HOST", "")).hostname
+        return urlsplit("//" + given).hostname
     except ValueError:
         return None
