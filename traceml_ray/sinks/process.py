@@ -22,6 +22,7 @@ from traceml_ray.store import query
 from traceml_ray.store.results import SinkState
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import PipeSource
+from traceml_ray.wire.codec import ready
 
 from .sink import Sink, Unusable
 
@@ -79,7 +80,7 @@ def main() -> int:
     """Report the session until its aggregator is gone."""
     descriptor, folder = sys.argv[1:]
     os.nice(5)  # training comes first
-    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=Settings)
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=ready(Settings))
     source = PipeSource(Connection(int(descriptor)), Path(folder))
     session = SessionPoll(source, thresholds=settings.thresholds)
     reporter = Reporter(session, opened(session, settings))
