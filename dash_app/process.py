@@ -28,9 +28,9 @@ import waitress
 
 from traceml_ray.launchers.cluster import free_port
 from traceml_ray.launchers.view_processes import LINGERS
-from traceml_ray.ray.connection import join
 from traceml_ray.settings import Settings
 from traceml_ray.text import exit_now, exit_soon, show
+from traceml_ray.views import serving
 from traceml_ray.views.source import open_source
 
 from . import security
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         session = SessionPages(source, thresholds=settings.thresholds)
         if stays:  # a browser keeps the page that it has
             session.poll()
-        hosts = [*security.names_of(arguments.host), *arguments.allow_host]
+        hosts = [*serving.names_of(arguments.host), *arguments.allow_host]
         app = create_app(session, token=token, hosts=hosts, poll_s=POLL_S)
         threads = [_thread("poll", _poll, session), _thread("serve", _serve, app.server, listening)]
         query = {"token": token if made_up else None, "run": arguments.run}
@@ -153,19 +153,17 @@ def _serve(application: Any, listening: socket.socket) -> None:
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
-    """Return a socket that listens at `host` and `port`. Raises OSError."""
+    """Return a socket that listens at the address. Raises OSError."""
     wanted = PORT if port is None else port or free_port()
-    family, *_, address = min(socket.getaddrinfo(host, wanted, type=socket.SOCK_STREAM))  # IPv4 first
     try:
-        return socket.create_server(address[:2], family=family, backlog=128)
+        return serving.listen(host, wanted)
     except OSError as error:
         if port is None and error.errno == errno.EADDRINUSE:
             return _listen(host, 0)
-        where, why = join(host, wanted), os.strerror(error.errno or 0)
-        raise OSError(f"cannot listen on {where}: {why}; choose another with --port") from None
+        why = serving.not_listening(host, wanted, error)
+        raise OSError(f"{why}; choose another with --port") from None
 
 
 def _url(host: str, listening: socket.socket, query: dict[str, str | None]) -> str:
     given = urlencode({name: value for name, value in query.items() if value is not None})
-    name = socket.gethostname() if host in security.WILDCARDS else host
-    return f"http://{join(name, listening.getsockname()[1])}/" + (f"?{given}" if given else "")
+    return serving.url_of(host, listening) + (f"?{given}" if given else "")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import secrets
-import socket
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import cast
@@ -14,13 +12,12 @@ from urllib.parse import SplitResult, quote, urlencode, urlsplit
 from flask import Flask, Response, redirect, request
 
 from traceml_ray.settings import SettingError
+from traceml_ray.views.serving import is_loopback, is_named, same
 
 MAX_BODY_BYTES = 1 << 20
 """Largest body of a request, in bytes; larger ones are refused before they are read."""
 _OPEN = (("GET", "/health"), ("HEAD", "/health"), ("POST", "/login"))
 _METHODS = ("GET", "HEAD", "POST")
-WILDCARDS = ("0.0.0.0", "::")
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
@@ -68,27 +65,7 @@ def choose_token(given: str | None, host: str) -> tuple[str | None, bool]:
         if not (given.isascii() and given.isprintable() and given.split() == [given]):
             raise SettingError("the token must be printable ASCII without spaces, and not empty")
         return given, False
-    return (None, False) if _is_loopback(host) else (secrets.token_urlsafe(24), True)
-
-
-def names_of(host: str) -> list[str]:
-    """Return the names that a server bound to `host` answers to; a wildcard is any address."""
-    names = [host, *_addresses(host)]
-    if _is_loopback(host):
-        return [*names, *_LOOPBACK]
-    return [*names, socket.gethostname(), socket.getfqdn(), *(_LOOPBACK if host in WILDCARDS else ())]
-
-
-def _is_loopback(host: str) -> bool:
-    return all(ipaddress.ip_address(address).is_loopback for address in _addresses(host))
-
-
-def _addresses(host: str) -> list[str]:
-    try:
-        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise SettingError(f"host={host!r} has no address: {error}") from None
-    return [str(address[0]).partition("%")[0] for *_, address in addresses]
+    return (None, False) if is_loopback(host) else (secrets.token_urlsafe(24), True)
 
 
 class Guard:
@@ -120,7 +97,7 @@ class Guard:
 
     def _admit(self) -> Response | None:
         """Return the refusal of a request. None: the request may go on."""
-        if not self._is_ours(request.headers.get("Host", "")):
+        if not is_named(request.headers.get("Host", ""), self._hosts):
             return _refusal(421, "This server is not known by that name.")
         if request.method not in _METHODS:
             return _refusal(405, "There is nothing like that here.", Allow=", ".join(_METHODS))
@@ -145,7 +122,7 @@ class Guard:
             given = bearer.strip()
             if self._knows(given):
                 return None
-        if given is None and _same(request.cookies.get(self._cookie, ""), self._proof):
+        if given is None and same(request.cookies.get(self._cookie, ""), self._proof):
             return None
         return _ask(_WRONG if given is not None else _ASK, path, query)
 
@@ -169,17 +146,7 @@ class Guard:
         return response
 
     def _knows(self, given: str) -> bool:
-        return self._token is None or _same(given, self._token)
-
-    def _is_ours(self, host: str) -> bool:
-        try:
-            name = (urlsplit(f"//{host}").hostname or "").lower()
-            if name in self._hosts:
-                return True
-            ipaddress.ip_address(name)  # an address cannot be made to resolve to another
-        except ValueError:
-            return False
-        return not self._hosts.isdisjoint(WILDCARDS)
+        return self._token is None or same(given, self._token)
 
     def _harden(self, response: Response) -> Response:
         policy = {**_POLICY, "script-src": " ".join([_POLICY["script-src"], *self.scripts])}
@@ -187,11 +154,6 @@ class Guard:
         response.headers.update(_HEADERS)
         response.headers.setdefault("Cache-Control", "no-store")
         return response
-
-
-def _same(given: str, expected: str) -> bool:
-    """Compare in constant time."""
-    return hmac.compare_digest(given.encode(errors="replace"), expected.encode())
 
 
 def _split(url: str) -> SplitResult:

@@ -257,3 +257,15 @@ class Played:
             self.clock(), 40.0 + 10 * node, 96, 21.0, 200 << 30, 512 << 30, n << 26, n << 24, n << 27,
             n << 27, gpus or None, 0, 0.01, 0.0, 0.02, 0,
         )  # fmt: skip
+
+
+def played_to_end(
+    folder: Path, world: int = 4, *, kind: type[Played] = Played, seconds: int = 8, **given: Any
+) -> str:
+    """Play a session of 10 steps a second with nobody late to its end; return its name."""
+    job = kind(folder, world, onset=0, **{"late": None, "gpus": 0, **given})
+    for _ in range(seconds):
+        job.play(10)
+    job.end()
+    job.aggregator.close()
+    return folder.name

@@ -16,9 +16,9 @@ from played import Played
 from ray_cluster import until
 from selenium.webdriver.common.by import By
 
-from traceml_ray.dash_app.security import names_of
 from traceml_ray.dash_app.server import create_app
 from traceml_ray.dash_app.session_pages import SessionPages
+from traceml_ray.views.serving import names_of
 
 
 @pytest.fixture

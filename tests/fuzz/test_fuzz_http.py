@@ -21,6 +21,7 @@ from traceml_ray.dash_app.app import Refresher
 from traceml_ray.dash_app.route import Route
 from traceml_ray.dash_app.server import create_app
 from traceml_ray.dash_app.session_pages import SessionPages
+from traceml_ray.views.serving import names_of
 from traceml_ray.views.source import SourceError, open_source
 
 TOKEN = "a-Token_that.is-long"
@@ -63,12 +64,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionPages]:
 
 @pytest.fixture(scope="module")
 def opened(pages: SessionPages) -> Flask:
-    return create_app(pages, token=None, hosts=security.names_of("127.0.0.1")).server  # type: ignore[return-value]
+    return create_app(pages, token=None, hosts=names_of("127.0.0.1")).server  # type: ignore[return-value]
 
 
 @pytest.fixture(scope="module")
 def closed(pages: SessionPages) -> Flask:
-    return create_app(pages, token=TOKEN, hosts=security.names_of("127.0.0.1")).server  # type: ignore[return-value]
+    return create_app(pages, token=TOKEN, hosts=names_of("127.0.0.1")).server  # type: ignore[return-value]
 
 
 def ask(

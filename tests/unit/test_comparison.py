@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from played import Played
+from played import Played, played_to_end
 from sessions import LIMITS, MS
 from snapshot import Snapshot
 
@@ -51,29 +51,18 @@ class Busier(Played):
         return (super().rows(n) * 1.2).astype("<i8")
 
 
-def played(
-    folder: Path, world: int = 4, *, kind: type[Played] = Played, seconds: int = 8, **given: Any
-) -> str:
-    job = kind(folder, world, onset=0, **{"late": None, "gpus": 0, **given})
-    for _ in range(seconds):
-        job.play(10)
-    job.end()
-    job.aggregator.close()
-    return folder.name
-
-
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("out")
-    played(out / "good")
-    played(out / "again", seed=1)
-    played(out / "late", late=2, late_ms=0.15 * STEP_MS, seed=2)
-    played(out / "slow", kind=Slower, seed=3)
-    played(out / "busy", kind=Busier, seed=5)
-    played(out / "busy-late", kind=Busier, late=2, late_ms=0.15 * STEP_MS / 1.2, seed=6)
-    played(out / "large", 6, seed=4)
-    played(out / "short", seconds=4)
-    played(out / "device", device=True)
+    played_to_end(out / "good")
+    played_to_end(out / "again", seed=1)
+    played_to_end(out / "late", late=2, late_ms=0.15 * STEP_MS, seed=2)
+    played_to_end(out / "slow", kind=Slower, seed=3)
+    played_to_end(out / "busy", kind=Busier, seed=5)
+    played_to_end(out / "busy-late", kind=Busier, late=2, late_ms=0.15 * STEP_MS / 1.2, seed=6)
+    played_to_end(out / "large", 6, seed=4)
+    played_to_end(out / "short", seconds=4)
+    played_to_end(out / "device", device=True)
     return out
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from played import Played
+from played import Played, played_to_end
 
 from traceml_ray.analysis.thresholds import COMPARE
 from traceml_ray.cli import main
@@ -25,21 +25,12 @@ class Logging(Played):
         return {"logged": [LoggedValues("loss", first, last, 10, loss, loss, last=loss)]}
 
 
-def played(folder: Path, *, kind: type[Played] = Played, seconds: int = 8, **given: object) -> str:
-    job = kind(folder, 4, onset=0, **{"late": None, "gpus": 1, **given})  # type: ignore[arg-type]
-    for _ in range(seconds):
-        job.play(10)
-    job.end()
-    job.aggregator.close()
-    return folder.name
-
-
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("out")
-    played(out / "good", kind=Logging)
-    played(out / "late", kind=Logging, late=2, late_ms=6.0, seed=2)
-    played(out / "short", seconds=4, seed=3)
+    played_to_end(out / "good", gpus=1, kind=Logging)
+    played_to_end(out / "late", gpus=1, kind=Logging, late=2, late_ms=6.0, seed=2)
+    played_to_end(out / "short", gpus=1, seconds=4, seed=3)
     return out
 
 

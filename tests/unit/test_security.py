@@ -22,6 +22,7 @@ from traceml_ray.dash_app import process, security
 from traceml_ray.dash_app.server import create_app
 from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.settings import SettingError
+from traceml_ray.views.serving import is_named, names_of
 from traceml_ray.views.source import open_source
 
 TOKEN = "a-Token_that.is-long"
@@ -84,7 +85,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def closed(stored: Path) -> Iterator[Server]:
     """One that asks for a token."""
-    server = Server(stored, TOKEN, security.names_of("127.0.0.1"))
+    server = Server(stored, TOKEN, names_of("127.0.0.1"))
     yield server
     server.close()
 
@@ -92,7 +93,7 @@ def closed(stored: Path) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def opened(stored: Path) -> Iterator[Server]:
     """One on loopback without a token."""
-    server = Server(stored, None, security.names_of("127.0.0.1"))
+    server = Server(stored, None, names_of("127.0.0.1"))
     yield server
     server.close()
 
@@ -271,11 +272,11 @@ def test_own_host_names_are_accepted_at_any_port(opened: Server, host: str) -> N
 
 
 def test_guard_on_every_address_accepts_addresses_but_no_foreign_names() -> None:
-    guard = security.Guard("t", security.names_of("0.0.0.0"))
+    names = {name.lower() for name in names_of("0.0.0.0")}
     ours = ["10.1.2.3:8050", "[fe80::1]:1", "localhost", socket.gethostname()]
-    assert all(map(guard._is_ours, ours))
-    assert not any(map(guard._is_ours, ["evil.example", "10.1.2.3.evil.example", ""]))
-    assert not security.Guard("t", security.names_of("192.0.2.7"))._is_ours("192.0.2.8")
+    assert all(is_named(host, names) for host in ours)
+    assert not any(is_named(host, names) for host in ["evil.example", "10.1.2.3.evil.example", ""])
+    assert not is_named("192.0.2.8", names_of("192.0.2.7"))
 
 
 @pytest.mark.parametrize(

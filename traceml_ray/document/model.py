@@ -121,6 +121,10 @@ class Table(NamedTuple):
     spare: Sequence[str] = ()
     """Names of the columns that a narrow renderer leaves out, in the order in which they are left out."""
 
+    def worst_first(self) -> Sequence[Any]:
+        """Return the items, the worst first; in their order if it is fixed."""
+        return self.items if self.badness is None else sorted(self.items, key=self.badness, reverse=True)
+
     def cells(self) -> tuple[list[Column], list[list[str]]]:
         """Return the columns that are not empty, and the cells of each row."""
         rows = [[column.cell(item) for column in self.columns] for item in self.items]

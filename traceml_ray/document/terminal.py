@@ -143,17 +143,14 @@ def listed(block: Table, first: int, width: int, *, worst: bool = False) -> Pane
     Return a long table from its row `first` on. Columns of `spare` that do not fit are left out. With
     `worst`, the worst items come first, if the table can sort them.
     """
-    items = block.items
-    badness = block.badness if worst else None
-    if badness is not None:
-        items = sorted(items, key=badness, reverse=True)
+    items = block.worst_first() if worst else block.items
 
     def lines(most: int) -> Sequence[Text]:
         room = max(0, most - 1)
         begin = min(first, max(0, len(items) - room))
         return _rows(block, items[begin : begin + room], width, heads=True)
 
-    order = "the worst first, " if badness is not None else ""
+    order = "the worst first, " if worst and block.badness is not None else ""
     note = f"{order}from {first + 1:,} of {len(items):,}" if first else f"{order}{len(items):,}"
     return PaneSection(heading(block.title), lines, len(items) + 1, 2, note)
 
@@ -177,8 +174,7 @@ def brief_table(
     def lines(most: int) -> Sequence[Text]:
         if len(items) <= most or left is None:
             return _rows(block, items[:most], width, named=named)
-        ordered = items if block.badness is None else sorted(items, key=block.badness, reverse=True)
-        shown = _rows(block, ordered[: max(0, most - 1)], width, named=named)
+        shown = _rows(block, block.worst_first()[: max(0, most - 1)], width, named=named)
         return [*shown, Text(f"… {left(len(items) - len(shown))}", QUIET)]
 
     want = len(items) if len(items) <= _MANY or left is None else _FEW + 1
@@ -231,21 +227,16 @@ def grid(block: Table, width: int, per_line: Callable[[int], int]) -> PaneSectio
     all fit, the worst ones are shown. `per_line` returns the number of items on a line, given the largest
     number that fits.
     """
-    cells = {index: _tile(block, item) for index, item in enumerate(block.items)}
-    wide = max((cell.cell_len for cell in cells.values()), default=1) + _GAP
+    tiles = [_tile(block, item) for item in block.items]
+    wide = max((tile.cell_len for tile in tiles), default=1) + _GAP
     on_line = per_line(max(1, (width + _GAP) // wide))
-    order: Sequence[int] = range(len(block.items))
-    if block.badness is not None:
-        badness = block.badness
-        order = sorted(order, key=lambda index: badness(block.items[index]), reverse=True)
 
     def lines(most: int) -> Sequence[Text]:
-        shown = order[: most * on_line]
-        if len(shown) == len(cells):
-            shown = range(len(cells))
-        return flow([fit(cells[index], wide - _GAP) for index in shown], on_line * wide - _GAP)
+        room = most * on_line
+        items = block.items if len(block.items) <= room else block.worst_first()[:room]
+        return flow([fit(_tile(block, item), wide - _GAP) for item in items], on_line * wide - _GAP)
 
-    want = -(-len(cells) // on_line)
+    want = -(-len(tiles) // on_line)
     return PaneSection(heading(block.title), lines, want, min(want, 4) if block.note else want, block.note)
 
 

@@ -18,10 +18,10 @@ from traceml_ray.interactive.steps import MOST_ROWS, StepTable, at_most, chosen_
 from traceml_ray.reports.comparison import (
     Comparison,
     ask_side,
+    ask_stored,
     compared,
     limits_of,
     read_whole,
-    stored_side,
 )
 from traceml_ray.reports.document import ChartData, of_summary
 from traceml_ray.settings import Settings
@@ -223,7 +223,7 @@ class SessionQuestions:
         the name of a session in the same folder, or a path; it is read on this machine. See
         `traceml_ray.compare`, also for the errors about `baseline`.
         """
-        stored = stored_side(baseline, baseline_run, Settings.load(out=str(self.folder.parent)))
+        stored = ask_stored(ask_side, baseline, baseline_run, Settings.load(out=str(self.folder.parent)))
         with self._answered():
             this_side = ask_side(self._reply, run)
         return compared(stored, this_side, limits_of(least_pct))

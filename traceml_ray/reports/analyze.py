@@ -14,6 +14,7 @@ from typing import Any, get_args
 import msgspec
 
 from traceml_ray import text
+from traceml_ray.document.json import indented
 from traceml_ray.document.model import Column, Facts, Table
 from traceml_ray.document.text import page
 from traceml_ray.identity import rank_filter
@@ -137,7 +138,7 @@ def reaches(analysis: Analysis, severity: Severity) -> bool:
 
 def to_json(entries: Analysis) -> str:
     """Return the analysis as indented JSON with a line break at the end."""
-    return msgspec.json.format(msgspec.json.encode(entries), indent=2).decode() + "\n"
+    return indented(entries)
 
 
 def _nothing(given: Sequence[object], refused: Sequence[Refused]) -> str:

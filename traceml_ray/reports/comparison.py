@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from traceml_ray.analysis.roles import mode
 from traceml_ray.analysis.shapes import StepSample, StepTimes
 from traceml_ray.analysis.thresholds import COMPARE, CompareLimits
 from traceml_ray.analysis.verdict_shapes import VerdictInfo
+from traceml_ray.document.json import indented
 from traceml_ray.document.model import Column, Facts, Table
 from traceml_ray.document.text import page
 from traceml_ray.reports.answers import Answers
@@ -61,6 +62,7 @@ _FACTS: tuple[tuple[str, str, Callable[[StepTimes, VerdictInfo | None], float | 
     ("cost of the verdict", "%", lambda _, verdict: verdict.cost_pct if verdict else None),
     ("time lost to causes", "s", lambda _, verdict: verdict.lost_s if verdict else None),
 )
+_T = TypeVar("_T")
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,17 +156,22 @@ def compare(
         QueryError: there is no such run.
     """
     settings = Settings.load(out=None if out is None else os.fspath(out))
-    one, other = (stored_side(name, run, settings) for name, run in ((a, run_a), (b, run_b)))
+    one, other = (ask_stored(ask_side, name, run, settings) for name, run in ((a, run_a), (b, run_b)))
     return compared(one, other, limits_of(least_pct))
 
 
-def stored_side(name: str | os.PathLike[str] | None, run: str | None, settings: Settings) -> Known:
-    """Return the answers from the files of a session. Raises like `compare`."""
+def ask_stored(
+    ask: Callable[[Callable[[bytes], bytes], str | None], _T],
+    name: str | os.PathLike[str] | None,
+    run: str | None,
+    settings: Settings,
+) -> _T:
+    """Return what `ask` asks about a run, from the files of its session. Raises like `compare`."""
     folder = session.find(None if name is None else os.fspath(name), settings.out)
     answers = Answers(folder, settings.thresholds)
     try:
         with legible(folder):
-            return ask_side(answers.reply, run)
+            return ask(answers.reply, run)
     finally:
         answers.close()
 
@@ -295,7 +302,7 @@ def regressed(comparison: Comparison, percent: float) -> bool:
 
 def to_json(comparison: Comparison) -> str:
     """Return the comparison as indented JSON with a line break at the end."""
-    return msgspec.json.format(msgspec.json.encode(comparison), indent=2).decode() + "\n"
+    return indented(comparison)
 
 
 def interval(low: float | None, high: float | None, unit: str = "%") -> str:

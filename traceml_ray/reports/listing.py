@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from traceml_ray import text
+from traceml_ray.document.json import indented
 from traceml_ray.document.model import Column, Table, picked
 from traceml_ray.document.text import page
 from traceml_ray.reports.headlines import severity
@@ -230,7 +231,7 @@ def to_json(sessions: Sequence[Listed], chosen: Sequence[Listed] | None = None) 
     if chosen is not None:
         paths = {session.path for session in chosen}
         listed_sessions = [{**entry, "remove": entry["path"] in paths} for entry in listed_sessions]
-    return msgspec.json.format(msgspec.json.encode(listed_sessions), indent=2).decode() + "\n"
+    return indented(listed_sessions)
 
 
 def _seconds(moment: str) -> float:

@@ -18,15 +18,16 @@ from traceml_ray.analysis.comparison import Word
 from traceml_ray.analysis.shapes import RunTimeline, StepColumns
 from traceml_ray.analysis.thresholds import COMPARE, CompareLimits
 from traceml_ray.document import drawing
+from traceml_ray.document.json import indented
 from traceml_ray.document.model import Array, Block, Column, Facts, OverlaidLine, Overlay, Section, Table
 from traceml_ray.document.step_clock import StepClock
 from traceml_ray.document.text import page
-from traceml_ray.reports.answers import Answers
 from traceml_ray.reports.comparison import (
     TONES,
     Comparison,
     Known,
     ask_side,
+    ask_stored,
     compared,
     regressed,
     signed,
@@ -37,7 +38,6 @@ from traceml_ray.signals.logged.judge import LoggedMetric
 from traceml_ray.signals.logged.view import GetLogged
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query, session
-from traceml_ray.store.schema import legible
 
 SCHEMA = "traceml_ray/runs/1"
 NAMES = "ABCDEFGH"
@@ -107,16 +107,7 @@ def stored_runs(
     session. Raises `SessionError` for more than eight, otherwise like `comparison.compare`.
     """
     refuse_too_many(len(names))
-    overlaid = []
-    for name, run in zip(names, runs, strict=True):
-        folder = session.find(os.fspath(name), settings.out)
-        answers = Answers(folder, settings.thresholds)
-        try:
-            with legible(folder):
-                overlaid.append(ask_run(answers.reply, run))
-        finally:
-            answers.close()
-    return overlaid
+    return [ask_stored(ask_run, name, run, settings) for name, run in zip(names, runs, strict=True)]
 
 
 def refuse_too_many(count: int) -> None:
@@ -182,7 +173,7 @@ def _largest(known: Known, what: str) -> float | None:
 
 def to_json(table: RunTable) -> str:
     """Return the table as indented JSON with a line break at the end."""
-    return msgspec.json.format(msgspec.json.encode(table), indent=2).decode() + "\n"
+    return indented(table)
 
 
 def render(table: RunTable) -> str:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import hmac
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
 from typing import Any
-from urllib.parse import urlsplit
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import make_wsgi_app
 
 from traceml_ray.errors import error_text
-from traceml_ray.ray.connection import join
 from traceml_ray.settings import Settings
 from traceml_ray.store.results import SinkState
+from traceml_ray.views import serving
 from traceml_ray.views.session_poll import SessionPoll
 
 from .prometheus import Metrics
@@ -26,8 +24,6 @@ TOKEN = "TRACEML_METRICS_TOKEN"
 """Variable with the bearer token that a scrape must send, if there is one."""
 _TIMEOUT_S = 10.0
 """How long one request may take to arrive."""
-_EVERYWHERE = ("0.0.0.0", "::", "")
-_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _Start = Callable[..., Any]
 
 
@@ -39,7 +35,17 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
+    """Serves at a socket that listens already, with a thread for each request."""
+
     daemon_threads = True
+
+    def __init__(self, listening: socket.socket, application: Any) -> None:
+        super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
+        self.server_name, self.server_port = listening.getsockname()[:2]
+        self.setup_environ()
+        self.set_app(application)
 
 
 class Scraped:
@@ -51,7 +57,7 @@ class Scraped:
         settings: where it listens, and for how many ranks there are series.
         token: that a scrape must send as a bearer token; "": none.
 
-    Raises OSError if it cannot listen there.
+    Raises OSError if it cannot listen there, SettingError for a host that has no address.
     """
 
     def __init__(
@@ -63,15 +69,13 @@ class Scraped:
         self._sent = self._failed = 0
         self._error = ""
         host, port = settings.metrics_host, settings.metrics_port or 0
-        self._names = _LOOPBACK if host in _LOOPBACK else None
+        self._names = serving.names_of(host) if serving.is_loopback(host) else None
         try:
-            family = min(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]  # IPv4 first
-            server = type("_Server", (_Server,), {"address_family": family})
-            self._server: WSGIServer = make_server(host, port, self._answer, server, _Handler)
+            listening = serving.listen(host, port)
         except OSError as error:
-            raise OSError(f"cannot listen on {join(host, port)}: {error.strerror}") from None
-        name = socket.gethostname() if host in _EVERYWHERE else host
-        self.where = f"http://{join(name, self._server.server_port)}/metrics"
+            raise OSError(serving.not_listening(host, port, error)) from None
+        self._server = _Server(listening, self._answer)
+        self.where = f"{serving.url_of(host, listening)}metrics"
         threading.Thread(target=self._server.serve_forever, name="traceml-metrics", daemon=True).start()
 
     def state(self) -> SinkState:
@@ -90,11 +94,12 @@ class Scraped:
         if environ["PATH_INFO"] not in ("/metrics", "/"):
             start("404 Not Found", [])
             return [b"The metrics are at /metrics.\n"]
-        if self._names is not None and _host(environ) not in self._names:  # a foreign page, by DNS rebinding
+        host = environ.get("HTTP_HOST", "")
+        if self._names is not None and not serving.is_named(host, self._names):  # a foreign page
             start("403 Forbidden", [])
             return [b"The Host header must name this machine.\n"]
         given = environ.get("HTTP_AUTHORIZATION", "").partition("Bearer ")[2]
-        if self._token and not hmac.compare_digest(given.encode(), self._token.encode()):
+        if self._token and not serving.same(given, self._token):
             start("401 Unauthorized", [("WWW-Authenticate", "Bearer")])
             return [f"This needs the token in {TOKEN}.\n".encode()]
         try:
@@ -107,12 +112,3 @@ class Scraped:
         with self._lock:
             self._sent, self._error = self._sent + 1, ""
         return body
-
-
-def _host(environ: Mapping[str, Any]) -> str | None:
-    """Return the name in the `Host` header; None without one that can be read."""
-    given: str = environ.get("HTTP_HOST", "")
-    try:
-        return urlsplit("//" + given).hostname
-    except ValueError:
-        return None

@@ -10,6 +10,7 @@ from traceml_ray.document.model import Column, Link, Table
 from traceml_ray.reports.headlines import hours_of, named
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.signals.memory.shapes import Attribution, MemoryFinding
+from traceml_ray.signals.memory.view import memory_of_device
 from traceml_ray.stages import STAGES
 
 from .health import dropped_text
@@ -318,8 +319,7 @@ def memory_rows(findings: Sequence[MemoryFinding]) -> list[MemoryRow]:
 
 def memory_of(devices: Collection[int | None]) -> str:
     """Return whose memory the findings are about: the host's, or a device's."""
-    one = next(iter(devices)) if len(devices) == 1 else -1
-    return "host" if one is None else "GPU" if one < 0 else f"GPU {one}"
+    return memory_of_device(next(iter(devices))) if len(devices) == 1 else "GPU"
 
 
 MEMORY_FINDINGS = [

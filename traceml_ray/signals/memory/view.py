@@ -235,6 +235,11 @@ def _first_step_ns(t_ns: Ints, step: Ints) -> int | None:
     return int(t_ns[later[0]]) if len(later) else None
 
 
+def memory_of_device(device: int | None) -> str:
+    """Return whose memory it is: the host's (None), or that of a device."""
+    return "host" if device is None else f"GPU {device}"
+
+
 def ranks_table(rows: Sequence[RankMemory]) -> Table:
     """
     Return (some rows of) `Memory.ranks` as a table. Growth is above the settled level of a
@@ -243,7 +248,7 @@ def ranks_table(rows: Sequence[RankMemory]) -> Table:
     columns = [
         Column("rank", lambda row: row.rank, "figures", link=lambda row: ("rank", row.rank)),
         Column("node", lambda row: row.node),
-        Column("memory", lambda row: "host" if row.device is None else f"GPU {row.device}"),
+        Column("memory", lambda row: memory_of_device(row.device)),
         Column("samples", lambda row: row.samples, "count"),
         Column("allocated +", lambda row: row.allocated_growth_bytes, "size"),
         Column("reserved +", lambda row: row.reserved_growth_bytes, "size"),
@@ -273,9 +278,8 @@ def _fullest(rows: Sequence[RankMemory]) -> list[str]:
     if not known:
         return []
     row = max(known, key=_used)
-    device = "host" if row.device is None else f"GPU {row.device}"
     used = f"{text.size(row.used_bytes)} of {text.size(row.total_bytes)}, {text.share(_used(row))}"
-    return [f"fullest: rank {row.rank} ({row.node}, {device}) {used}"]
+    return [f"fullest: rank {row.rank} ({row.node}, {memory_of_device(row.device)}) {used}"]
 
 
 def _forecast(row: RankMemory) -> str:
