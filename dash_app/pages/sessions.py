@@ -191,7 +191,7 @@ def _overlaid(sides: Sequence[Mapping[str, Any]]) -> list[OverlaidRun] | None:
 
 def _runs(runs: Sequence[OverlaidRun], route: Route) -> Any:
     """Return a table with a row for each run, and its difference to the first run."""
-    numbers = overlay.table_of(runs)
+    numbers = overlay.table_of([run.known for run in runs])
     lines = [html.Li(marked(line)) for line in overlay.headlines(numbers)]
     return html.Div(
         [

@@ -37,11 +37,11 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(out: Path) -> list[overlay.OverlaidRun]:
     names = ["good", "late", "short"]
-    return overlay.stored_runs(names, [None] * 3, Settings.load(out=str(out)))
+    return overlay.stored_runs(overlay.ask_run, names, [None] * 3, Settings.load(out=str(out)))
 
 
 def test_each_run_is_a_row_compared_with_the_first(runs: list[overlay.OverlaidRun]) -> None:
-    good, late, short = overlay.table_of(runs).runs
+    good, late, short = overlay.table_of([run.known for run in runs]).runs
     assert [row.name for row in (good, late, short)] == ["A", "B", "C"]
     assert [row.session for row in (good, late, short)] == ["good", "late", "short"]
     assert good.verdict == "healthy" and "rank 2" in (late.verdict or "")
@@ -114,4 +114,7 @@ def test_page_of_eight_runs_has_as_many_styles(runs: list[overlay.OverlaidRun]) 
     eight = [*runs, *runs, *runs][:8]
     drawn = overlay.charts(eight)[0].lines["step"]
     assert len({line.colour for line in drawn}) == 8 and len({line.dash for line in drawn}) == 4
-    assert overlay.as_page(eight, overlay.table_of(eight, COMPARE)).count(b"<tr>") == 2 * 9
+    assert (
+        overlay.as_page(eight, overlay.table_of([run.known for run in eight], COMPARE)).count(b"<tr>")
+        == 2 * 9
+    )

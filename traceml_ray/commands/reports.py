@@ -109,10 +109,12 @@ def compare(arguments: argparse.Namespace) -> int:
     folders = [which.wait_for_folder(name, arguments) for name in names]
     chosen = [getattr(arguments, f"run_{letter}") for letter in overlay.NAMES.lower()][: len(folders)]
     with text.progress_bar("compare"):
-        runs = overlay.stored_runs(folders, chosen, Settings.load(out=arguments.out))
+        asked = folders, chosen, Settings.load(out=arguments.out)
+        runs = [] if arguments.html is None else overlay.stored_runs(overlay.ask_run, *asked)
+        sides = [run.known for run in runs] or overlay.stored_runs(two_sessions.ask_side, *asked)
         limits = two_sessions.limits_of(None if gate is None else min(gate, two_sessions.DEFAULT_PCT))
-        table = overlay.table_of(runs, limits)
-    two = table.comparisons[0] if len(runs) == 2 else None
+        table = overlay.table_of(sides, limits)
+    two = table.comparisons[0] if len(sides) == 2 else None
     if arguments.html is not None:
         write_file(arguments.html, overlay.as_page(runs, table))
         show(arguments.html)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -46,6 +46,7 @@ X_AXES = "step", "time"
 """X axes of the lines: the steps of each run, or the time since its first step."""
 _MOST_CHARTS = 8
 """Largest number of logged numbers that are drawn."""
+_T = TypeVar("_T")
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,14 +101,28 @@ class OverlaidRun(NamedTuple):
 
 
 def stored_runs(
-    names: Sequence[str | os.PathLike[str]], runs: Sequence[str | None], settings: Settings
-) -> list[OverlaidRun]:
+    ask: Callable[[Callable[[bytes], bytes], str | None], _T],
+    names: Sequence[str | os.PathLike[str] | None],
+    runs: Sequence[str | None],
+    settings: Settings,
+) -> list[_T]:
     """
-    Return the answers from the files of sessions. `runs` are ids or names; None: the newest run of its
-    session. Raises `SessionError` for more than eight, otherwise like `comparison.compare`.
+    Return what `ask` (`ask_run`, or `comparison.ask_side` for the numbers alone) asks about each run, from
+    the files of its session.
+
+    Args:
+        ask: asks about one run.
+        names: names or paths of the sessions.
+        runs: ids or names of the runs; None: the newest run of the session.
+        settings: of the sessions.
+
+    Raises:
+        SessionError: there are more than eight, or a session is missing.
+        SessionFileError: a session file cannot be read.
+        QueryError: there is no such run.
     """
     refuse_too_many(len(names))
-    return [ask_stored(ask_run, name, run, settings) for name, run in zip(names, runs, strict=True)]
+    return [ask_stored(ask, name, run, settings) for name, run in zip(names, runs, strict=True)]
 
 
 def refuse_too_many(count: int) -> None:
@@ -129,14 +144,14 @@ def ask_run(send: Callable[[bytes], bytes], run: str | None = None) -> OverlaidR
     return OverlaidRun(known, columns if len(columns.last) else None, StepClock.of(timeline), logged)
 
 
-def table_of(runs: Sequence[OverlaidRun], limits: CompareLimits = COMPARE) -> RunTable:
-    """Return the numbers of the runs, and the comparison of each with the first."""
-    first, *others = runs
-    comparisons = [compared(first.known, other.known, limits) for other in others]
+def table_of(sides: Sequence[Known], limits: CompareLimits = COMPARE) -> RunTable:
+    """Return the numbers of the runs, and how each differs from the first."""
+    first, *others = sides
+    comparisons = [compared(first, other, limits) for other in others]
     return RunTable(
         runs=[
-            _row(name, run.known, comparison)
-            for name, run, comparison in zip(NAMES, runs, [None, *comparisons], strict=False)
+            _row(name, side, comparison)
+            for name, side, comparison in zip(NAMES, sides, [None, *comparisons], strict=False)
         ],
         comparisons=comparisons,
     )

@@ -188,7 +188,7 @@ def all_layers_table(layers: Layers) -> Table:
         "Each layer (ms a step, without those inside)",
         columns,
         range(len(layers.layers)),
-        badness=lambda index: layers.layers[index].forward_ms + layers.layers[index].backward_ms,
+        badness=lambda index: _own(layers.layers[index]),
         spare=(*spare, "of model", "with inside"),
     )
 
