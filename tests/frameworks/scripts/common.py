@@ -186,6 +186,9 @@ class Losses:
         result = {"losses": self.values, "weights": digest.hexdigest()}
         self.args.out.mkdir(parents=True, exist_ok=True)
         (self.args.out / f"losses-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(result))
+        # torch 2.13 can hang, monitored or not, where a gloo group is destroyed in the first milliseconds
+        # after a collective: its destructor holds the GIL, and waits for a thread that needs it.
+        time.sleep(0.1)
 
 
 def tiny_llama(planted: Planted) -> Any:
