@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from played import Played
@@ -15,8 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.sink_process import SinkProcess
 from traceml_ray.settings import Settings
-from traceml_ray.sinks.process import Reporter, opened
+from traceml_ray.sinks.process import Reporter, finish
+from traceml_ray.sinks.report import Report
 from traceml_ray.sinks.scraped import Scraped
+from traceml_ray.sinks.sink import Sender
+from traceml_ray.sinks.table import wanted
 from traceml_ray.store import query
 from traceml_ray.store.results import SinkState
 from traceml_ray.views.session_poll import SessionPoll
@@ -89,7 +94,8 @@ def test_a_port_that_is_taken_is_said_and_nothing_else_suffers(played: Played) -
     session = session_of(played)
     first = Scraped(session, Settings(metrics_port=0))
     port = int(first.where.rpartition(":")[2].partition("/")[0])
-    Reporter(session, opened(session, Settings(metrics_port=port))).tick()
+    settings = Settings(metrics_port=port)
+    Reporter(session, [kind.open(session, settings) for kind in wanted(settings)], 4).tick()
     (sink,) = sinks_of(played)
     first.close()
     assert (sink.failed, sink.where) == (1, "")
@@ -121,7 +127,7 @@ def test_a_foreign_page_cannot_read_what_is_served_to_this_machine(played: Playe
 def test_a_state_is_noted_once_it_is_new(played: Played) -> None:
     session = session_of(played)
     served = Scraped(session, Settings(metrics_port=0))
-    reporter = Reporter(session, [served])
+    reporter = Reporter(session, [served], 4)
     reporter.tick()
     asked = played.source.asked
     reporter.tick()
@@ -132,3 +138,105 @@ def test_a_state_is_noted_once_it_is_new(played: Played) -> None:
     assert played.source.asked - asked == quiet + 1
     assert sinks_of(played)[0].sent == 1
     served.close()
+
+
+class Place:
+    """A place outside that takes what is sent, once it is let; it fails as often as told."""
+
+    def __init__(self, fails: int = 0) -> None:
+        self.items: list[Any] = []
+        self.reached, self.let = threading.Semaphore(0), threading.Semaphore(0)
+        self.fails = fails
+
+    def send(self, item: Any) -> None:
+        self.reached.release()
+        assert self.let.acquire(timeout=30)
+        if self.fails:
+            self.fails -= 1
+            raise ConnectionRefusedError("connection refused")
+        self.items.append(item)
+
+
+def test_a_place_that_hangs_is_sent_the_newest_and_what_it_missed_is_counted() -> None:
+    place = Place()
+    sender = Sender("webhook", "http://place", place.send)
+    sender.offer(1)
+    assert place.reached.acquire(timeout=30)
+    for item in (2, 3, 4):
+        sender.offer(item)
+    assert sender.state() == SinkState(name="webhook", where="http://place", dropped=2)
+    place.let.release(2)
+    sender.close(time.monotonic() + 30)
+    assert place.items == [1, 4]
+    assert sender.state() == SinkState(name="webhook", where="http://place", sent=2, dropped=2)
+
+
+def test_a_place_that_hangs_for_ever_does_not_hold_up_the_end() -> None:
+    place = Place()
+    sender = Sender("webhook", "http://place", place.send)
+    sender.offer(1)
+    assert place.reached.acquire(timeout=30)
+    sender.close(time.monotonic() + 0.05)
+    assert sender.state().sent == 0
+    place.let.release()
+
+
+def test_a_failure_is_said_until_something_arrives() -> None:
+    place = Place(fails=1)
+    sender = Sender("webhook", "http://place", place.send, most=8)
+    sender.offer(1)
+    sender.offer(2)
+    place.let.release()
+    assert place.reached.acquire(timeout=30)
+    assert place.reached.acquire(timeout=30), "the second is tried after the first has failed"
+    assert (sender.state().failed, sender.state().error) == (1, "connection refused")
+    place.let.release()
+    sender.close(time.monotonic() + 30)
+    assert (sender.state().sent, sender.state().failed, sender.state().error) == (1, 1, "")
+
+
+class Taker:
+    """A sink that keeps the reports."""
+
+    takes_reports = True
+
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+        self.closed = False
+
+    def offer(self, report: Report) -> None:
+        self.reports.append(report)
+
+    def state(self) -> SinkState:
+        return SinkState(name="taker", where="here")
+
+    def close(self, deadline_s: float) -> None:
+        self.closed = True
+
+
+def test_a_report_says_what_the_pages_say_and_comes_when_something_has_changed(played: Played) -> None:
+    session, taker = session_of(played), Taker()
+    reporter = Reporter(session, [taker], 4)
+    reporter.tick()
+    reporter.tick()
+    (report,) = taker.reports
+    assert (report.session, report.state, report.world, report.over) == ("demo", "live", 8, False)
+    assert report.verdict is not None
+    assert (report.verdict.label, report.verdict.rank) == ("straggler", 5)
+    assert report.findings[0].ranks == (5,)
+    figures = {family.name: family for family in report.figures}
+    assert [values[1:] for values, _ in figures["rank_busy"].series] == [("5", "host-1")]
+    played.play()
+    reporter.tick()
+    assert len(taker.reports) == 2
+    assert taker.reports[1].step > report.step
+
+
+def test_the_end_of_a_session_is_reported_from_its_file(played: Played) -> None:
+    running, ended = Taker(), Taker()
+    finish(played.folder, Settings(), [running])
+    assert (running.reports, running.closed) == ([], True), "the aggregator was killed; another one follows"
+    played.end()
+    finish(played.folder, Settings(), [ended])
+    (report,) = ended.reports
+    assert (report.over, report.run_over, report.findings[0].ranks) == (True, True, (5,))

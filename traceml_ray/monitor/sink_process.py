@@ -20,11 +20,10 @@ STARTS = 5
 """How often the process is started; one that ends each time has nothing to say."""
 PAUSE_S = 5.0
 """Seconds before it is started again."""
-
-
-def wanted(settings: Settings) -> bool:
-    """Return whether the settings ask for any sink."""
-    return settings.metrics_port is not None
+END_S = 20.0
+"""How long it may take to end, in s."""
+LOOK_S = 0.5
+"""Seconds between two looks at whether the process is to end."""
 
 
 class SinkProcess:
@@ -43,15 +42,12 @@ class SinkProcess:
     ) -> None:
         self._folder, self._settings, self._answer, self._errors = folder, settings, answer, errors
         self._ended = threading.Event()
-        self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name="traceml-sinks", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Have the process end; does not wait for it."""
+        """Have the process report the end and end itself; does not wait for it."""
         self._ended.set()
-        if self._process is not None:
-            self._process.terminate()
 
     def join(self, timeout: float) -> None:
         """Wait for its end, for so many seconds at most."""
@@ -72,15 +68,19 @@ class SinkProcess:
         ours, theirs = Pipe()
         with ours:
             with theirs:
-                self._process = process = self._start(theirs)
+                process = self._start(theirs)
             with process:
                 assert process.stdin is not None
                 process.stdin.write(msgspec.json.encode(self._settings))
                 process.stdin.close()
                 with contextlib.suppress(OSError, EOFError):
                     while not self._ended.is_set():
-                        ours.send_bytes(self._answer(ours.recv_bytes()))
-                process.terminate()
+                        if ours.poll(LOOK_S):
+                            ours.send_bytes(self._answer(ours.recv_bytes()))
+                ours.close()  # then it reports the end
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(END_S)
+                process.kill()
 
     def _start(self, pipe: Connection) -> subprocess.Popen[bytes]:
         return subprocess.Popen(

@@ -93,7 +93,8 @@ class Aggregator:
 
     def _start_sinks(self) -> SinkProcess | None:
         """Start the process that reports the session elsewhere, where the settings ask for that."""
-        from traceml_ray.monitor.sink_process import SinkProcess, wanted
+        from traceml_ray.monitor.sink_process import SinkProcess
+        from traceml_ray.sinks.table import wanted
 
         if not wanted(self._config.settings):
             return None

@@ -3,6 +3,8 @@ The process of a session's sinks, started by its aggregator (`monitor.sink_proce
 pipe: a sink that hangs or fails touches neither training nor the aggregator.
 
     python -m traceml_ray.sinks.process FD FOLDER < settings
+
+When the aggregator has ended, the sinks are given the end of the session, as its file has it.
 """
 
 from __future__ import annotations
@@ -10,82 +12,94 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
 
-from traceml_ray.errors import error_text
 from traceml_ray.settings import Settings
 from traceml_ray.store import query
 from traceml_ray.store.results import SinkState
 from traceml_ray.views.session_poll import SessionPoll
-from traceml_ray.views.source import PipeSource
+from traceml_ray.views.source import PipeSource, SourceError, StoredSource
 from traceml_ray.wire.codec import ready
 
-from .sink import Sink, Unusable
+from .report import report_of
+from .sink import Sink
+from .table import wanted
 
 POLL_S = 2.0
 """Seconds between two polls of the session."""
-
-
-def opened(session: SessionPoll, settings: Settings) -> list[Sink]:
-    """Return the sinks that the settings ask for; in place of one that cannot be used, why."""
-    sinks: list[Sink] = []
-    if settings.metrics_port is not None:
-        sinks.append(_opened("prometheus", lambda: _scraped(session, settings)))
-    return sinks
-
-
-def _opened(name: str, make: Callable[[], Sink]) -> Sink:
-    try:
-        return make()
-    except ModuleNotFoundError as error:
-        return Unusable(name, f"it needs {error.name}: pip install 'traceml-ray[metrics]'")
-    except Exception as error:
-        return Unusable(name, error_text(error))
-
-
-def _scraped(session: SessionPoll, settings: Settings) -> Sink:
-    from .scraped import Scraped
-
-    return Scraped(session, settings)
+CLOSE_S = 15.0
+"""Longest time for which the sinks may still send after the session has ended, in s."""
 
 
 class Reporter:
     """
-    Polls the session, and tells it how its sinks are doing.
+    Polls the session, gives its sinks reports of it, and tells the session how its sinks are doing.
 
     Args:
         session: polled here.
-        sinks: told of each new state.
+        sinks: they are given a report whenever something has changed.
+        most: largest number of ranks with series in a report.
     """
 
-    def __init__(self, session: SessionPoll, sinks: Sequence[Sink]) -> None:
-        self._session, self._sinks = session, sinks
+    def __init__(self, session: SessionPoll, sinks: Sequence[Sink], most: int) -> None:
+        self._session, self._sinks, self._most = session, sinks, most
         self._noted: list[SinkState] = []
+        self._version = -1
 
     def tick(self) -> None:
-        """Bring the session up to date, and note what is new of the sinks. Never raises."""
+        """Bring the session up to date, report it, and note what is new of the sinks. Never raises."""
         self._session.poll()
+        self.report()
         states = [sink.state() for sink in self._sinks]
         if states != self._noted:
             with contextlib.suppress(query.QueryError):
                 query.ask(self._session.source.reply, [query.NoteSinks(states)], watching=True)
                 self._noted = states
 
+    def report(self) -> None:
+        """Give the sinks a report, if anything has changed. Never raises."""
+        takers = [sink for sink in self._sinks if sink.takes_reports]
+        if not takers or self._session.version == self._version or self._session.status is None:
+            return
+        self._version = self._session.version
+        try:
+            report = report_of(self._session, self._most)
+        except Exception as error:
+            self._session.errors.note("report", error)
+            return
+        for sink in takers:
+            sink.offer(report)
+
+
+def finish(folder: Path, settings: Settings, sinks: Sequence[Sink], within_s: float = CLOSE_S) -> None:
+    """Report the end of the session in `folder`, if it has ended, and close the sinks. Never raises."""
+    deadline = time.monotonic() + within_s
+    with contextlib.suppress(SourceError):
+        session = SessionPoll(StoredSource(folder, settings.thresholds), thresholds=settings.thresholds)
+        session.poll()
+        if session.is_over:
+            Reporter(session, sinks, settings.metrics_ranks).report()
+    for sink in sinks:
+        sink.close(deadline)
+
 
 def main() -> int:
     """Report the session until its aggregator is gone."""
-    descriptor, folder = sys.argv[1:]
+    descriptor, folder = int(sys.argv[1]), Path(sys.argv[2])
     os.nice(5)  # training comes first
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=ready(Settings))
-    source = PipeSource(Connection(int(descriptor)), Path(folder))
+    source = PipeSource(Connection(descriptor), folder)
     session = SessionPoll(source, thresholds=settings.thresholds)
-    reporter = Reporter(session, opened(session, settings))
+    sinks = [kind.open(session, settings) for kind in wanted(settings)]
+    reporter = Reporter(session, sinks, settings.metrics_ranks)
     while not source.closed.wait(POLL_S):
         reporter.tick()
+    finish(folder, settings, sinks)
     return 0
 
 

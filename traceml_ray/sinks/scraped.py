@@ -19,6 +19,7 @@ from traceml_ray.views import serving
 from traceml_ray.views.session_poll import SessionPoll
 
 from .prometheus import Metrics
+from .report import Report
 
 TOKEN = "TRACEML_METRICS_TOKEN"
 """Variable with the bearer token that a scrape must send, if there is one."""
@@ -60,6 +61,8 @@ class Scraped:
     Raises OSError if it cannot listen there, SettingError for a host that has no address.
     """
 
+    takes_reports = False
+
     def __init__(
         self, session: SessionPoll, settings: Settings, token: str = os.environ.get(TOKEN, "")
     ) -> None:
@@ -85,7 +88,10 @@ class Scraped:
                 name="prometheus", where=self.where, sent=self._sent, failed=self._failed, error=self._error
             )
 
-    def close(self) -> None:
+    def offer(self, report: Report) -> None:
+        """Do nothing: metrics are made when they are asked for."""
+
+    def close(self, deadline_s: float = 0.0) -> None:
         """Serve no more."""
         self._server.shutdown()
         self._server.server_close()
@@ -112,3 +118,8 @@ class Scraped:
         with self._lock:
             self._sent, self._error = self._sent + 1, ""
         return body
+
+
+def opened(session: SessionPoll, settings: Settings) -> Scraped:
+    """Return the server that the settings ask for."""
+    return Scraped(session, settings)

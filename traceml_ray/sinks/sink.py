@@ -2,24 +2,139 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
+from traceml_ray.errors import error_text
 from traceml_ray.store.results import SinkState
+
+from .report import Report
+
+T = TypeVar("T")
 
 
 class Sink(Protocol):
-    """One place that a session is reported to. Its own thread reports; no method waits or raises."""
+    """One place that a session is reported to. No method waits or raises; a thread of its own reports."""
+
+    takes_reports: bool
+    """Whether it is to be offered reports."""
+
+    def offer(self, report: Report) -> None:
+        """Take the newest report of the session, to be sent when its place can take it."""
 
     def state(self) -> SinkState:
         """Return how it is doing."""
+
+    def close(self, deadline_s: float) -> None:
+        """Send what is still to be sent, until `deadline_s` (`time.monotonic`) at the latest, and end."""
 
 
 class Unusable:
     """In place of a sink that could not be opened: it says why."""
 
+    takes_reports = False
+
     def __init__(self, name: str, why: str) -> None:
         self._state = SinkState(name=name, where="", failed=1, error=why)
+
+    def offer(self, report: Report) -> None:
+        """Do nothing."""
 
     def state(self) -> SinkState:
         """Return why it reports nothing."""
         return self._state
+
+    def close(self, deadline_s: float) -> None:
+        """Do nothing."""
+
+
+class Sender(Generic[T]):
+    """
+    Sends items in a thread of its own, so that a place that hangs holds up nothing else. If more than `most`
+    are waiting, the oldest is dropped and counted.
+
+    Args:
+        name: of the sink.
+        where: URL or address, without secrets.
+        send: sends one item; may wait, and raises if it fails. A failed item is not sent again.
+        most: largest number of waiting items; 1: only the newest.
+        every_s: least number of seconds between two items.
+        end: called in the thread once the last item has been sent.
+    """
+
+    takes_reports = True
+
+    def __init__(
+        self,
+        name: str,
+        where: str,
+        send: Callable[[T], object],
+        *,
+        most: int = 1,
+        every_s: float = 0.0,
+        end: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._send, self._end, self._every_s, self._most = send, end, every_s, most
+        self._changed = threading.Condition()
+        self._items: deque[T] = deque()
+        self._closing = False
+        self._state = SinkState(name=name, where=where)
+        self._sent = self._failed = self._dropped = 0
+        self._error = ""
+        self._thread = threading.Thread(target=self._run, name=f"traceml-sink-{name}", daemon=True)
+        self._thread.start()
+
+    def offer(self, item: T) -> None:
+        """Have `item` sent."""
+        with self._changed:
+            self._items.append(item)
+            while len(self._items) > self._most:
+                self._items.popleft()
+                self._dropped += 1
+            self._changed.notify_all()
+
+    def state(self) -> SinkState:
+        """Return how many items were sent, failed and were dropped."""
+        with self._changed:
+            return SinkState(
+                name=self._state.name,
+                where=self._state.where,
+                sent=self._sent,
+                failed=self._failed,
+                dropped=self._dropped,
+                error=self._error,
+            )
+
+    def close(self, deadline_s: float) -> None:
+        """Send what is waiting, until `deadline_s` (`time.monotonic`) at the latest."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _run(self) -> None:
+        while (item := self._next()) is not None:
+            try:
+                self._send(item[0])
+            except Exception as error:
+                self._note(failed=1, error=error_text(error))
+            else:
+                self._note(sent=1)
+        try:
+            self._end()
+        except Exception as error:
+            self._note(failed=1, error=error_text(error))
+
+    def _note(self, *, sent: int = 0, failed: int = 0, error: str = "") -> None:
+        with self._changed:
+            self._sent, self._failed, self._error = self._sent + sent, self._failed + failed, error
+
+    def _next(self) -> tuple[T] | None:
+        """Wait for the next item and its time. None: the sink is closed, and nothing is waiting."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing, self._every_s if self._sent + self._failed else 0)
+            self._changed.wait_for(lambda: self._items or self._closing)
+            return (self._items.popleft(),) if self._items else None

@@ -1,0 +1,62 @@
+"""A report: the state of a session at one moment, which the sinks that send take from."""
+
+from __future__ import annotations
+
+import msgspec
+
+from traceml_ray.analysis.verdict_shapes import VerdictInfo
+from traceml_ray.signals.finding import Finding
+from traceml_ray.views.findings import found_in
+from traceml_ray.views.session_poll import SessionPoll
+from traceml_ray.views.state import OVER, RUN_OVER, state_of
+
+from .figures import MOST, Family, families_of
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a session at one moment."""
+
+    made_ns: int
+    """When it was made (ns since the epoch)."""
+    session: str
+    """Name of the session."""
+    state: str
+    """State of the session in one word, see `views.state.state_of`."""
+    over: bool
+    """Whether the session has ended: this is the last report."""
+    run_over: bool
+    """Whether the run has ended."""
+    run: str | None
+    """Id of the newest run. None: there is no run yet."""
+    run_name: str | None
+    world: int
+    """Number of ranks of the run."""
+    step: int | None
+    """The newest step that all ranks reported."""
+    verdict: VerdictInfo | None
+    findings: tuple[Finding, ...]
+    """The list of findings, in its order; () if there is no verdict yet."""
+    figures: tuple[Family, ...]
+
+
+def report_of(session: SessionPoll, most: int = MOST) -> Report:
+    """Return a report of what is known of `session`, with series for at most `most` ranks."""
+    return session.make(lambda: _made(session, most))[1]
+
+
+def _made(session: SessionPoll, most: int) -> Report:
+    run, state = session.newest, state_of(session, session.newest)
+    return Report(
+        made_ns=session.clock(),
+        session=session.source.target,
+        state=state,
+        over=state in OVER,
+        run_over=state in RUN_OVER,
+        run=run and run.id,
+        run_name=None if run is None else next((r.name for r in session.runs if r.id == run.id), None),
+        world=0 if run is None else run.world,
+        step=None if run is None else run.last_step,
+        verdict=None if run is None else run.verdict,
+        findings=() if run is None else tuple(found_in(session, run, state)),
+        figures=tuple(family for family in families_of(session, most) if family.series),
+    )
