@@ -189,7 +189,7 @@ def test_a_failure_is_said_until_something_arrives() -> None:
     place.let.release()
     assert place.reached.acquire(timeout=30)
     assert place.reached.acquire(timeout=30), "the second is tried after the first has failed"
-    assert (sender.state().failed, sender.state().error) == (1, "connection refused")
+    assert (sender.state().failed, sender.state().error) == (1, "ConnectionRefusedError: connection refused")
     place.let.release()
     sender.close(time.monotonic() + 30)
     assert (sender.state().sent, sender.state().failed, sender.state().error) == (1, 1, "")
