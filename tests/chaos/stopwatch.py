@@ -28,6 +28,7 @@ PARTS = ("wall", "cpu", "switches", "cpu of the process", "gc", "ready", "ours r
 """What a time is made of, in ns. A thread that is ready waits for a processor."""
 Now = tuple[int, ...]
 TOLD_NS = 1_000_000
+_TRIES = 5
 
 
 class Stopwatch:
@@ -61,7 +62,7 @@ class Stopwatch:
             try:
                 return hook(*args, **kwargs)
             finally:
-                ended = self._now(end=True)
+                ended = self._now()
                 self._note(name, _more(*running.pop(), ended), attaching or _attaching())
 
         return call
@@ -75,7 +76,7 @@ class Stopwatch:
             if not running:
                 return original(*args, **kwargs)
             mine = running[-1]
-            mine[0] = _more(*mine, self._now(end=True))
+            mine[0] = _more(*mine, self._now())
             try:
                 return original(*args, **kwargs)
             finally:
@@ -96,12 +97,20 @@ class Stopwatch:
             if ns > TOLD_NS:  # where ours are now, they most likely were
                 self.parts += "".join(map(_place, _ours()))
 
-    def _now(self, *, end: bool = False) -> Now:
-        """Read all; the clocks last at the beginning, first at the end: reading has no part in it."""
-        clocks = self._clocks() if end else ()
-        (_, ready), *ours = (account.read() for account in self._local.accounts)
-        accounts = ready, sum(ready for _, ready in ours), sum(ran for ran, _ in ours)
-        return (*(clocks or self._clocks()), *accounts)
+    def _now(self) -> Now:
+        """
+        Read all at one moment: if this thread waits for a processor between two of the readings, they are
+        made again. Otherwise that wait would be taken out of a time that does not contain it.
+        """
+        me, *ours = self._local.accounts
+        for _ in range(_TRIES):
+            _, ready_before = me.read()
+            clocks = self._clocks()
+            _, ready = me.read()
+            if ready == ready_before:
+                break
+        accounts = [account.read() for account in ours]
+        return (*clocks, ready, sum(ready for _, ready in accounts), sum(ran for ran, _ in accounts))
 
     def _clocks(self) -> Now:
         return (

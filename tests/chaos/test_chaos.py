@@ -10,6 +10,7 @@ moment of attaching (`test_attached`), loader workers (`test_agent_process`).
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,3 +175,22 @@ def test_stopwatch_counts_blocking_and_computing_hooks_but_not_the_original() ->
         watch = Stopwatch()
         watch.outer("hook", harm)()
         assert (watch.where, watch.longest_ns > 10e6) == ("hook", True)
+
+
+def test_stopwatch_takes_out_only_waits_for_a_processor_that_are_in_the_hook(monkeypatch: Any) -> None:
+    watch = Stopwatch()
+    watch.outer("before", lambda: None)()
+    me = watch._local.accounts[0] = SimpleNamespace(ns=(0, 0))
+    me.read = lambda: me.ns
+    watch._local.again = time.monotonic() + 60
+    clocks = watch._clocks
+
+    def preempted() -> tuple[int, ...]:
+        monkeypatch.setattr(watch, "_clocks", clocks)
+        read = clocks()
+        me.ns = (0, me.ns[1] + 15_000_000)
+        return read
+
+    monkeypatch.setattr(watch, "_clocks", preempted)
+    watch.outer("hook", lambda: time.sleep(0.02))()
+    assert (watch.where, watch.longest_ns > 15e6) == ("hook", True)
