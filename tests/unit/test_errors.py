@@ -37,7 +37,8 @@ OTHERWISE = {
     "monitor/offline.py main": "it is the answer",
     "signals/logged/agent.py log": "raised at the end, once the other values are noted",
     "ray/connection.py _refusal": "`ray.init`, which comes next, raises it",
-    "sinks/process.py _opened": "the state of the sink has the reason",
+    "sinks/process.py opened": "the state of the sink has the reason",
+    "sinks/sink.py _run": "the state of the sink has the reason",
     "sinks/scraped.py _answer": "the state of the sink has the reason",
     "launchers/train_callback.py _failed": "counting itself has failed",
 }

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.sink_process import SinkProcess
 from traceml_ray.settings import Settings
-from traceml_ray.sinks.process import Reporter, finish
+from traceml_ray.sinks.process import Reporter, finish, opened
 from traceml_ray.sinks.report import Report
 from traceml_ray.sinks.scraped import Scraped
 from traceml_ray.sinks.sink import Sender
@@ -95,7 +95,7 @@ def test_a_port_that_is_taken_is_said_and_nothing_else_suffers(played: Played) -
     first = Scraped(session, Settings(metrics_port=0))
     port = int(first.where.rpartition(":")[2].partition("/")[0])
     settings = Settings(metrics_port=port)
-    Reporter(session, [kind.open(session, settings) for kind in wanted(settings)], 4).tick()
+    Reporter(session, [opened(kind, session, settings) for kind in wanted(settings)], 4).tick()
     (sink,) = sinks_of(played)
     first.close()
     assert (sink.failed, sink.where) == (1, "")

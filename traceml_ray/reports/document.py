@@ -41,7 +41,7 @@ from traceml_ray.reports.kpis import kpis
 from traceml_ray.reports.profiles import profile_facts
 from traceml_ray.reports.run_facts import alike, deaths_of, moment
 from traceml_ray.reports.step_answers import OF_STEPS
-from traceml_ray.reports.summary import Report
+from traceml_ray.reports.summary import RunReport
 from traceml_ray.signals.views import answers_in, sections_of, signal_numbers
 from traceml_ray.stages import STAGES
 from traceml_ray.store import query
@@ -88,7 +88,7 @@ class _Steps:
     whole: bool = True
 
 
-def read_chart_data(report: Report) -> ChartData:
+def read_chart_data(report: RunReport) -> ChartData:
     """Return all data of a report. Raises `SessionFileError`."""
     summary, facts = report.summary, report.facts
     run = summary.run

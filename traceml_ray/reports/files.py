@@ -13,7 +13,7 @@ from traceml_ray.errors import Errors
 from traceml_ray.files import write_files
 from traceml_ray.reports import page
 from traceml_ray.reports.document import SECTIONS, files, of_summary, read_chart_data, title
-from traceml_ray.reports.summary import Report, reports
+from traceml_ray.reports.summary import RunReport, reports
 from traceml_ray.store.session import SessionFolder
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.summary_shape import Summary, plain
@@ -70,6 +70,6 @@ def text_of(summary: Summary, folder: Path) -> str:
     return text_page([title(summary, folder), *blocks, files(folder)])
 
 
-def page_of(report: Report, folder: Path) -> bytes:
+def page_of(report: RunReport, folder: Path) -> bytes:
     """Return `report.html` of the session in `folder`."""
     return page.render(read_chart_data(report), folder)

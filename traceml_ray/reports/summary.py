@@ -72,7 +72,7 @@ _MAX_FAILED = 2
 """Largest number of ranks named by a failure whose last printed lines are shown."""
 
 
-class Report(NamedTuple):
+class RunReport(NamedTuple):
     """A summary, with the other data of a report with charts."""
 
     summary: Summary
@@ -93,7 +93,7 @@ def summarize(session: SessionFile, thresholds: Thresholds, run: str | None = No
     return report_of(session, thresholds, run).summary
 
 
-def report_of(session: SessionFile, thresholds: Thresholds, run: str | None = None) -> Report:
+def report_of(session: SessionFile, thresholds: Thresholds, run: str | None = None) -> RunReport:
     """Return the summary of a run with the other data of a report with charts."""
     with session.at_one_moment():
         facts = RunFacts(session if run is None else session.for_run(run), thresholds)
@@ -108,7 +108,7 @@ def summaries(session: SessionFile, thresholds: Thresholds) -> Iterator[Summary]
     return (report.summary for report in reports(session, thresholds))
 
 
-def reports(session: SessionFile, thresholds: Thresholds) -> Iterator[Report]:
+def reports(session: SessionFile, thresholds: Thresholds) -> Iterator[RunReport]:
     """Yield the same summaries, each with the other data of a report with charts."""
     with session.at_one_moment():
         facts = RunFacts(session, thresholds)
@@ -118,12 +118,12 @@ def reports(session: SessionFile, thresholds: Thresholds) -> Iterator[Report]:
         yield _report(facts, answers)
 
 
-def _report(facts: RunFacts, answers: _Answers, newest: bool = False) -> Report:
+def _report(facts: RunFacts, answers: _Answers, newest: bool = False) -> RunReport:
     session = facts.session
     totals = reduce(session, facts.thresholds, session.baseline(), newest=newest)
     history = totals.history if totals else None
     summary, signals = _summary(facts, answers, totals)
-    return Report(summary, facts, history, signals)
+    return RunReport(summary, facts, history, signals)
 
 
 _Answers = dict[tuple[str, frozenset[int]], Any]

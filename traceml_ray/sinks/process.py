@@ -10,6 +10,7 @@ When the aggregator has ended, the sinks are given the end of the session, as it
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import time
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from traceml_ray.errors import error_text
 from traceml_ray.settings import Settings
 from traceml_ray.store import query
 from traceml_ray.store.results import SinkState
@@ -27,13 +29,25 @@ from traceml_ray.views.source import PipeSource, SourceError, StoredSource
 from traceml_ray.wire.codec import ready
 
 from .report import report_of
-from .sink import Sink
-from .table import wanted
+from .sink import Sink, Unusable
+from .table import SinkKind, wanted
 
 POLL_S = 2.0
 """Seconds between two polls of the session."""
 CLOSE_S = 15.0
 """Longest time for which the sinks may still send after the session has ended, in s."""
+
+
+def opened(kind: SinkKind, session: SessionPoll, settings: Settings) -> Sink:
+    """Open a sink; in place of one that cannot be used, return why. Never raises."""
+    try:
+        module = importlib.import_module(f"{__package__}.{kind.module}")
+        sink: Sink = module.opened(session, settings)
+    except ModuleNotFoundError as error:
+        return Unusable(kind.name, f"it needs {error.name}: pip install 'traceml-ray[{kind.extra}]'")
+    except Exception as error:
+        return Unusable(kind.name, error_text(error))
+    return sink
 
 
 class Reporter:
@@ -95,7 +109,7 @@ def main() -> int:
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=ready(Settings))
     source = PipeSource(Connection(descriptor), folder)
     session = SessionPoll(source, thresholds=settings.thresholds)
-    sinks = [kind.open(session, settings) for kind in wanted(settings)]
+    sinks = [opened(kind, session, settings) for kind in wanted(settings)]
     reporter = Reporter(session, sinks, settings.metrics_ranks)
     while not source.closed.wait(POLL_S):
         reporter.tick()
