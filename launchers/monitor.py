@@ -33,6 +33,7 @@ from traceml_ray.ray.actors import ActorConfig, Attachment
 from traceml_ray.reports.headlines import beside, line_of
 from traceml_ray.settings import RelayPaths, Settings
 from traceml_ray.signals.memory.records import SNAPSHOTS
+from traceml_ray.sinks.alerts.config import read_alerts
 from traceml_ray.store.session import (
     Live,
     MonitorState,
@@ -106,12 +107,14 @@ def monitor_of(
     Return the monitor of a launch. Returns None, after a line on stderr, if a name that the user has not
     chosen is taken: on a cluster that stays, another node may still be busy with the job before.
 
-    Raises SessionError when there can be no such session.
+    Raises SessionError when there can be no such session, SettingError for a file that a setting names.
     """
     if nodes.first and settings.baseline is not None:
         from traceml_ray.reports.baseline import checked  # imported late: it imports numpy
 
         settings = checked(settings)
+    if nodes.first:
+        settings = read_alerts(settings, environ)
     try:
         return Monitor(settings, info, environ, nodes, dashboard, live)
     except SessionHeldError as error:

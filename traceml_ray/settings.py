@@ -148,6 +148,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """
     metrics_ranks: Annotated[int, Bounds(1, 1 << 20)] = 1024
     """Largest number of ranks with metrics each. Above it only nodes and the slowest rank have metrics."""
+    alerts: str | None = None
+    """
+    Path of the file of alerts (TOML): which findings are sent where. It is read where the session is
+    started. Instead of the path, its text can be given (with a line break).
+    """
     nice: Annotated[int, Bounds(0, 19), OF_LAUNCHERS] = 10
     """How much the priority of the monitor's own Ray is lowered below the launcher's."""
     debug: bool = False
@@ -195,12 +200,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def changed(self) -> dict[str, str]:
         """
         Return the settings that differ from the defaults, except those that say where a session is and how it
-        is reached.
+        is reached, and the text of alerts, which may hold secrets.
         """
         left_out = {setting.name for setting in table(Settings).values() if setting.of_launchers}
         given = of_settings(self)
         limits = given.pop("thresholds", {})
-        values = {name: value for name, value in given.items() if name not in left_out | {"session", "out"}}
+        values = {
+            name: value
+            for name, value in given.items()
+            if name not in left_out | {"session", "out", "alerts"}
+        }
         values |= {f"threshold_{name}": value for name, value in limits.items()}
         return {name: str(value) for name, value in values.items()}
 

@@ -40,6 +40,10 @@ OTHERWISE = {
     "sinks/process.py opened": "the state of the sink has the reason",
     "sinks/sink.py _run": "the state of the sink has the reason",
     "sinks/scraped.py _answer": "the state of the sink has the reason",
+    "sinks/alerts/alerting.py _run": "the state of the sink has the reason",
+    "sinks/alerts/send.py send": "raised again, without secrets, for the state of the sink",
+    "sinks/alerts/send.py _post": "the same",
+    "sinks/alerts/send.py _connected": "raised again, once the connection is closed",
     "launchers/train_callback.py _failed": "counting itself has failed",
 }
 

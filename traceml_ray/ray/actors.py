@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from traceml_ray.settings import Settings
+from traceml_ray.sinks.alerts.config import read_alerts
 
 NAMESPACE = "traceml"
 DEFAULT_SESSION = "default"
@@ -173,6 +174,7 @@ def configure(settings: Settings, runtime_env: str = "") -> ActorConfig:
         from traceml_ray.reports.baseline import checked  # it imports numpy
 
         settings = checked(settings)
+    settings = read_alerts(settings, os.environ)
     return ActorConfig(name, settings, info={"launcher": "ray"}, everywhere=True, runtime_env=runtime_env)
 
 

@@ -37,6 +37,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
     """The list of findings, in its order; () if there is no verdict yet."""
     figures: tuple[Family, ...]
+    outcome: str = "running"
+    """How the run, or its session, ended: finished, failed, stopped or ended; "running": it has not ended."""
+    exit_code: int | None = None
+    """Exit code of the session. None: it has not ended, or it is not known."""
 
 
 def report_of(session: SessionPoll, most: int = MOST) -> Report:
@@ -52,11 +56,24 @@ def _made(session: SessionPoll, most: int) -> Report:
         state=state,
         over=state in OVER,
         run_over=state in RUN_OVER,
-        run=run and run.id,
+        run=None if run is None else run.id,
         run_name=None if run is None else next((r.name for r in session.runs if r.id == run.id), None),
         world=0 if run is None else run.world,
         step=None if run is None else run.last_step,
         verdict=None if run is None else run.verdict,
         findings=() if run is None else tuple(found_in(session, run, state)),
         figures=tuple(family for family in families_of(session, most) if family.series),
+        outcome=_outcome(session, state),
+        exit_code=None if session.status is None else session.status.exit_code,
     )
+
+
+def _outcome(session: SessionPoll, state: str) -> str:
+    """Return how the newest run ended; if only its session says that, how the session did."""
+    if state not in RUN_OVER:
+        return "running"
+    of_run = next(
+        (one.status for one in session.runs if session.newest and one.id == session.newest.id), "ended"
+    )
+    of_session = session.status.status if session.status else "ended"
+    return of_session if of_run in ("running", "ended") and of_session != "running" else of_run

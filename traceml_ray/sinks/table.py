@@ -21,7 +21,10 @@ class SinkKind:
     """Extra of traceml-ray with the packages that it needs; "": none."""
 
 
-KINDS = (SinkKind("prometheus", lambda settings: settings.metrics_port is not None, "scraped", "metrics"),)
+KINDS = (
+    SinkKind("prometheus", lambda settings: settings.metrics_port is not None, "scraped", "metrics"),
+    SinkKind("alerts", lambda settings: settings.alerts is not None, "alerts.alerting", ""),
+)
 
 
 def wanted(settings: Settings) -> list[SinkKind]:

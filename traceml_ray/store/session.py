@@ -127,6 +127,7 @@ REPORTS = ("summary.json", "report.txt", PAGE)
 """Reports of a session. The page is missing if it could not be made."""
 _OWN = (
     *("session.*", "snapshot-*.sqlite*", "summary.json", "report.*", LIVE, "*.tmp", "*.spool"),
+    "alerts.json",
     *("bundles", "profiles", "snapshots"),
 )
 """Patterns of the files that a monitor writes into its session's folder."""
