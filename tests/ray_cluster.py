@@ -46,13 +46,15 @@ class FakeCluster:
     the head.
     """
 
-    def __init__(self, folder: Path, cpus: int) -> None:
+    def __init__(self, folder: Path, cpus: int, **head: Any) -> None:
         from ray.cluster_utils import Cluster
 
         self._folder = folder
         self._count = 0
         self._cluster = Cluster(shutdown_at_exit=False)
-        self.head = self.add(cpus, _system_config=SYSTEM_CONFIG, include_dashboard=False, no_monitor=True)
+        self.head = self.add(
+            cpus, _system_config=SYSTEM_CONFIG, include_dashboard=False, no_monitor=True, **head
+        )
         self.address = str(self._cluster.address)
 
     def add(self, cpus: int = 2, **more: Any) -> Any:
@@ -85,7 +87,7 @@ class FakeCluster:
 
 
 @contextlib.contextmanager
-def fake_cluster(nodes: int = 1, cpus: int = 2, *, lean: bool = False) -> Iterator[FakeCluster]:
+def fake_cluster(nodes: int = 1, cpus: int = 2, *, lean: bool = False, **head: Any) -> Iterator[FakeCluster]:
     """
     Start a cluster, connect to it, and end it afterwards. Meanwhile the environment has the variables it
     needs.
@@ -95,6 +97,7 @@ def fake_cluster(nodes: int = 1, cpus: int = 2, *, lean: bool = False) -> Iterat
         cpus: number of CPUs of each node.
         lean: start without Ray's agents, which saves a core-second per node. Then no actor can have its own
             runtime environment.
+        head: parameters of the head node of `ray.cluster_utils.Cluster`.
     """
     folder = Path(tempfile.mkdtemp(prefix="tr-", dir="/tmp"))
     before = set(psutil.Process().children(recursive=True))
@@ -116,7 +119,7 @@ def fake_cluster(nodes: int = 1, cpus: int = 2, *, lean: bool = False) -> Iterat
             for name in ("start_ray_process", "start_api_server"):
                 patch.setattr(services, name, getattr(services, name))  # restored at the end
             disable_agents()
-        cluster = FakeCluster(folder, cpus)
+        cluster = FakeCluster(folder, cpus, **head)
         try:
             for _ in range(nodes - 1):
                 cluster.add(cpus)

@@ -153,6 +153,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     Path of the file of alerts (TOML): which findings are sent where. It is read where the session is
     started. Instead of the path, its text can be given (with a line break).
     """
+    ray_metrics: bool = False
+    """Add some metrics of the run to Ray's own, which Ray serves for Prometheus (`ray_traceml_…`)."""
+    kubeflow: bool = False
+    """
+    Post progress, time left and some metrics to Kubeflow Trainer, as the status of the TrainJob whose pods
+    train.
+    """
     nice: Annotated[int, Bounds(0, 19), OF_LAUNCHERS] = 10
     """How much the priority of the monitor's own Ray is lowered below the launcher's."""
     debug: bool = False

@@ -108,6 +108,7 @@ class LiveAnswers(Answers):
         used: called for questions that do not come from an open page.
         request: requests a bundle by an id and returns why there will be none. Called with the writer's lock.
         profile: requests a profile in the same way.
+        gauges: records Ray's own metrics; None: this is no process of Ray.
     """
 
     def __init__(
@@ -124,17 +125,20 @@ class LiveAnswers(Answers):
         request: Callable[[str], str | None],
         profile: Callable[[wire.ProfileRequest, str], str | None],
         layers: Callable[[wire.LayersRequest, str], str | None],
+        gauges: Callable[[list[query.RayGauge]], object] | None,
     ) -> None:
         super().__init__(writer.path.parent, limits, errors)
         self.snapshots = Snapshots(writer.path.parent)
         self._writer, self._judge, self._live = writer, judge, steps
         self._flush, self._commit, self._used = flush, commit, used
         self._request, self._profile, self._layers = request, profile, layers
+        self._gauges = gauges
         self._by_kind[query.Dump] = self._dump
         self._by_kind[query.StartProfile] = self._start_profile
         self._by_kind[query.StartLayers] = self._start_layers
         self._by_kind[query.RemoveProfile] = lambda asked: remove_profile(self.folder, asked.id)
         self._by_kind[query.NoteSinks] = self._note_sinks
+        self._by_kind[query.SetRayMetrics] = self._set_ray_metrics
         self._by_kind[query.Snapshot] = self._snapshot
         self._by_kind[query.ReadFile] = lambda asked: self.snapshots.read(asked.name, asked.offset, asked.n)
         self._by_kind[query.Discard] = lambda asked: self.snapshots.remove(asked.name)
@@ -192,6 +196,11 @@ class LiveAnswers(Answers):
     def _note_sinks(self, asked: query.NoteSinks) -> None:
         with self._writer.lock:
             self._writer.set_meta(sinks=msgspec.to_builtins(asked.sinks))
+
+    def _set_ray_metrics(self, asked: query.SetRayMetrics) -> None:
+        if self._gauges is None:
+            raise query.QueryError("no metrics: the aggregator is no process of Ray")
+        self._gauges(asked.gauges)
 
     def _snapshot(self, _: query.Snapshot) -> str:
         """
@@ -268,6 +277,7 @@ class AggregatorCore:
         clock: returns wall-clock time in ns.
         ticks: returns monotonic time in ns. Whether a session is idle must not depend on the wall clock.
         flush: makes the relays hand over what they hold, before a question that needs all data.
+        gauges: records Ray's own metrics; None: this is no process of Ray.
 
     Raises `SessionFileError` when the session file cannot be made or used.
     """
@@ -280,6 +290,7 @@ class AggregatorCore:
         clock: Callable[[], int] = time.time_ns,
         ticks: Callable[[], int] = time.monotonic_ns,
         flush: Callable[[], object] = lambda: None,
+        gauges: Callable[[list[query.RayGauge]], object] | None = None,
     ) -> None:
         self.folder = SessionFolder(Path(folder))
         self.settings = settings
@@ -310,7 +321,7 @@ class AggregatorCore:
         self._answers = LiveAnswers(
             settings.thresholds, self._writer, self._judge, self._steps, self.errors,
             flush=flush, commit=self.commit, used=self._be_busy, request=self._bundling.requested,
-            profile=self._profiling.ask, layers=self._layers.ask,
+            profile=self._profiling.ask, layers=self._layers.ask, gauges=gauges,
         )  # fmt: skip
         self.endings = Endings(
             self.folder, settings, self._writer, self.errors, self._bundling, self._profiling, clock, ticks,

@@ -35,12 +35,19 @@ class SinkProcess:
         settings: of the session.
         answer: answers a question of `store.query`.
         errors: where it is counted that the process has ended by itself.
+        ended: called each time the process has ended.
     """
 
     def __init__(
-        self, folder: Path, settings: Settings, answer: Callable[[bytes], bytes], errors: Errors
+        self,
+        folder: Path,
+        settings: Settings,
+        answer: Callable[[bytes], bytes],
+        errors: Errors,
+        ended: Callable[[], object] = lambda: None,
     ) -> None:
         self._folder, self._settings, self._answer, self._errors = folder, settings, answer, errors
+        self._on_end = ended
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="traceml-sinks", daemon=True)
         self._thread.start()
@@ -56,7 +63,10 @@ class SinkProcess:
     def _run(self) -> None:
         for _ in range(STARTS):
             try:
-                self._serve()
+                try:
+                    self._serve()
+                finally:
+                    self._on_end()
             except Exception as error:
                 self._errors.note("sinks", error)
             if self._ended.wait(PAUSE_S):

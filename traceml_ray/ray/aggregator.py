@@ -64,6 +64,7 @@ class Aggregator:
 
     def __init__(self, config: bytes) -> None:
         from traceml_ray.monitor.aggregator import AggregatorCore
+        from traceml_ray.ray.gauges import RayGauges
         from traceml_ray.store.session import Live, prepare, write_live
 
         gc.set_threshold(GC_ALLOCATIONS, 10, 10)
@@ -75,9 +76,11 @@ class Aggregator:
         if not made.folder:
             self._held = prepare(Path(made.settings.out).expanduser(), made.session, again=is_restarted())
         folder = Path(made.folder) if self._held is None else self._held.path
+        self._gauges = RayGauges()
         self._core = AggregatorCore(
-            folder, made.settings, dict(made.info), flush=lambda: self._ask_relays("flush", HAND_OVER_S)
-        )
+            folder, made.settings, dict(made.info), flush=lambda: self._ask_relays("flush", HAND_OVER_S),
+            gauges=self._gauges.set,
+        )  # fmt: skip
         self._membership = Membership(made, self._node_state, self._core.errors)
         self._wake = threading.Event()
         self._stopping = threading.Lock()
@@ -98,7 +101,10 @@ class Aggregator:
 
         if not wanted(self._config.settings):
             return None
-        return SinkProcess(self._core.folder.path, self._config.settings, self._core.query, self._core.errors)
+        return SinkProcess(
+            self._core.folder.path, self._config.settings, self._core.query, self._core.errors,
+            ended=lambda: self._gauges.set([]),
+        )  # fmt: skip
 
     def _beat(self) -> None:
         commit_at = judge_at = 0.0

@@ -6,6 +6,7 @@ import msgspec
 
 from traceml_ray.analysis.verdict_shapes import VerdictInfo
 from traceml_ray.signals.finding import Finding
+from traceml_ray.signals.throughput.view import ThroughputView
 from traceml_ray.views.findings import found_in
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.state import OVER, RUN_OVER, state_of
@@ -33,6 +34,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Number of ranks of the run."""
     step: int | None
     """The newest step that all ranks reported."""
+    total_steps: int | None
+    """Number of steps of the whole run, where the script or a setting says it."""
+    eta_s: float | None
+    """Seconds that the remaining steps will take; None: not known, or the run has ended."""
     verdict: VerdictInfo | None
     findings: tuple[Finding, ...]
     """The list of findings, in its order; () if there is no verdict yet."""
@@ -50,6 +55,7 @@ def report_of(session: SessionPoll, most: int = MOST) -> Report:
 
 def _made(session: SessionPoll, most: int) -> Report:
     run, state = session.newest, state_of(session, session.newest)
+    progress = None if run is None else run.signals.get(ThroughputView.name)
     return Report(
         made_ns=session.clock(),
         session=session.source.target,
@@ -60,6 +66,8 @@ def _made(session: SessionPoll, most: int) -> Report:
         run_name=None if run is None else next((r.name for r in session.runs if r.id == run.id), None),
         world=0 if run is None else run.world,
         step=None if run is None else run.last_step,
+        total_steps=progress and progress.total_steps,
+        eta_s=progress and progress.eta_s,
         verdict=None if run is None else run.verdict,
         findings=() if run is None else tuple(found_in(session, run, state)),
         figures=tuple(family for family in families_of(session, most) if family.series),

@@ -24,6 +24,8 @@ class SinkKind:
 KINDS = (
     SinkKind("prometheus", lambda settings: settings.metrics_port is not None, "scraped", "metrics"),
     SinkKind("alerts", lambda settings: settings.alerts is not None, "alerts.alerting", ""),
+    SinkKind("ray", lambda settings: settings.ray_metrics, "ray_metrics", ""),
+    SinkKind("kubeflow", lambda settings: settings.kubeflow, "kubeflow", ""),
 )
 
 

@@ -14,6 +14,7 @@ of `ray.aggregator`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Annotated, Any, Generic, TypeVar, Union, get_args
@@ -358,6 +359,27 @@ class NoteSinks(Request[None], frozen=True):
     """Note how the sinks of the session are doing."""
 
     sinks: list[results.SinkState]
+
+
+class RayGauge(msgspec.Struct, frozen=True):
+    """One of Ray's own metrics, as a process of Ray records it."""
+
+    name: str
+    """Its name, to which Ray adds `ray_`."""
+    about: str
+    """What it measures, in a sentence."""
+    tags: tuple[str, ...]
+    """Names of its tags."""
+    series: Annotated[list[tuple[tuple[str, ...], float]], msgspec.Meta(max_length=1024)]
+    """Values of the tags, and the measured value, of each series."""
+    ended: float = math.nan
+    """Value of a series that has ended: Ray goes on reporting it."""
+
+
+class SetRayMetrics(Request[None], frozen=True):
+    """Record metrics of Ray in the aggregator's process. Series that are not in `gauges` any more end."""
+
+    gauges: Annotated[list[RayGauge], msgspec.Meta(max_length=64)]
 
 
 class Discard(Request[None], frozen=True):
