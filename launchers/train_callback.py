@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import ray
@@ -149,6 +149,27 @@ _chosen: dict[str, str] = {}
 """In a controller: which callback watches a run, if the run was given several of ours."""
 
 
+class WatchedRun(NamedTuple):
+    """A run whose controller is this process, and that one of our callbacks watches."""
+
+    session: str
+    run_id: str
+    attempt: Callable[[], int]
+    """Returns the number of the attempt that runs now."""
+    note: Callable[[str], None]
+    """Adds an event with this text to the run. It does not wait."""
+
+
+_watched: dict[str, WatchedRun] = {}
+"""The runs that are going on, by id."""
+
+
+def watched_run() -> WatchedRun | None:
+    """Return the run of this controller. None: no run is watched here, or there are several."""
+    runs = [*_watched.values()]
+    return runs[0] if len(runs) == 1 else None
+
+
 def _hook(result: Callable[[], object] = lambda: None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a method safe for Ray to call: if it raises, count the error and return `result()`."""
 
@@ -194,6 +215,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
     _world_size = 0
     _starting = False
     _run: RunReporter | None = None
+    _run_id = ""
     _reported: object = None
     """The newest failure that was reported."""
 
@@ -242,8 +264,10 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         ours = [callback._id for callback in given if isinstance(callback, TraceMLTrainCallback)]
         self._watching = _chosen.setdefault(run_id, (ours or [self._id])[0]) == self._id
         if self._watching:
-            self._run = RunReporter(msgspec.json.decode(self._config, type=ready(ActorConfig)), run_id)
+            config = msgspec.json.decode(self._config, type=ready(ActorConfig))
+            self._run, self._run_id = RunReporter(config, run_id), run_id
             self._run.report({"name": train_run_context.run_config.name, "launcher": "ray_train"})
+            _watched[run_id] = WatchedRun(config.session, run_id, lambda: max(0, self._attempt), self._note)
 
     @_hook()
     def before_worker_group_start(self, worker_group_context: Any) -> None:
@@ -305,13 +329,18 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
             text = f"Ray Train goes from {self._world_size} to {num_workers} workers"
             self._run.report(None, wire.Event("resize", time.time_ns(), message=text, data=data))
 
+    def _note(self, message: str) -> None:
+        if self._run is not None:
+            text = message[:_MESSAGE_CHARS]
+            self._run.report(None, wire.Event("note", time.time_ns(), message=text))
+
     def _end(self, status: str) -> None:
+        _watched.pop(self._run_id, None)
         if self._run is None:
             return
         if errors := self._errors + self._run.errors:
             places = ", ".join(f"{place} ({count})" for place, count in errors.items())
-            text = f"swallowed in Ray Train's controller: {places}"[:_MESSAGE_CHARS]
-            self._run.report(None, wire.Event("note", time.time_ns(), message=text))
+            self._note(f"swallowed in Ray Train's controller: {places}")
         if not self._run.end(status):
             _log.warning("the summary of this run may be missing: the session's aggregator did not answer")
 

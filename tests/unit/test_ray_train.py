@@ -47,6 +47,7 @@ CONFIG = ActorConfig("s", Settings(session="s"))
 @pytest.fixture(autouse=True)
 def _a_driver_that_started_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actors, "_used", [])
+    monkeypatch.setattr(train_callback, "_watched", {})
 
 
 def sent(callback: Any) -> Any:
@@ -255,6 +256,24 @@ def test_worker_group_is_an_attempt_and_a_replaced_worker_is_not(controller: Any
     assert reports.info == {
         "name": "run", "launcher": "ray_train", "world_size": 2, "nnodes": 2, "attempt": 1
     }  # fmt: skip
+
+
+def test_run_that_goes_on_is_known_to_its_controller(controller: Any) -> None:
+    callback, reports = controller
+    run = train_callback.watched_run()
+    assert run is not None
+    assert (run.run_id, run.session, run.attempt()) == ("r", "default", 0)
+    for _ in range(2):
+        callback.before_worker_group_start(None)
+        callback.before_init_train_context([worker(0), worker(1)])
+    run.note("a note " * 1000)
+    assert run.attempt() == 1
+    assert [(event.kind, len(event.message)) for event in reports.events] == [("note", 2000)]
+    train_callback._watched["other"] = run
+    assert train_callback.watched_run() is None, "which of two runs is meant is not known"
+    del train_callback._watched["other"]
+    callback.after_controller_finish(SimpleNamespace(error=None))
+    assert train_callback.watched_run() is None
 
 
 def shutting_down(state: Any) -> list[Any]:
