@@ -34,6 +34,7 @@ from traceml_ray.reports.headlines import beside, line_of
 from traceml_ray.settings import RelayPaths, Settings
 from traceml_ray.signals.memory.records import SNAPSHOTS
 from traceml_ray.sinks.alerts.config import read_alerts
+from traceml_ray.sinks.table import environment_of
 from traceml_ray.store.session import (
     Live,
     MonitorState,
@@ -368,6 +369,7 @@ class Monitor:
             spool=str(self._spool),
             settings=self.settings,
             info=self.info,
+            environ=environment_of(self.settings, self.environ),
         )
         return HelperRequest(
             os.getpid(),

@@ -28,7 +28,13 @@ from traceml_ray.agent.imports import forget, when_imported
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor.finish import ANSWER_S, ASK_S, REPORT_S, STARTING_S, WORD_S
-from traceml_ray.ray.actors import ActorConfig, configure, current_config, find_aggregator
+from traceml_ray.ray.actors import (
+    ActorConfig,
+    configure,
+    current_config,
+    find_aggregator,
+    with_environment,
+)
 from traceml_ray.settings import Settings, of_driver
 from traceml_ray.text import masked
 from traceml_ray.wire import codec
@@ -396,7 +402,8 @@ def _config(chosen: Mapping[str, Any]) -> ActorConfig:
     """Return the configuration of the session that this driver uses, with the settings of the callback."""
     current = current_config()
     if current is not None and chosen.get("session") in (None, current.session):
-        return msgspec.structs.replace(current, settings=msgspec.structs.replace(current.settings, **chosen))
+        settings = msgspec.structs.replace(current.settings, **chosen)
+        return with_environment(msgspec.structs.replace(current, settings=settings))
     return configure(msgspec.structs.replace(Settings.load(), **chosen))
 
 

@@ -160,6 +160,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     Post progress, time left and some metrics to Kubeflow Trainer, as the status of the TrainJob whose pods
     train.
     """
+    otel: bool = False
+    """
+    Send metrics and traces by OpenTelemetry. The standard variables say where to and how
+    (`OTEL_EXPORTER_OTLP_ENDPOINT`, …).
+    """
     nice: Annotated[int, Bounds(0, 19), OF_LAUNCHERS] = 10
     """How much the priority of the monitor's own Ray is lowered below the launcher's."""
     debug: bool = False

@@ -16,12 +16,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.sink_process import SinkProcess
+from traceml_ray.ray import membership
+from traceml_ray.ray.actors import ActorConfig, configure
 from traceml_ray.settings import Settings
 from traceml_ray.sinks.process import Reporter, finish, opened
 from traceml_ray.sinks.report import Report
 from traceml_ray.sinks.scraped import Scraped
 from traceml_ray.sinks.sink import Sender
-from traceml_ray.sinks.table import wanted
+from traceml_ray.sinks.table import environment_of, wanted
 from traceml_ray.store import query
 from traceml_ray.store.results import SinkState
 from traceml_ray.views.session_poll import SessionPoll
@@ -110,6 +112,31 @@ def test_a_token_is_asked_for_where_there_is_one(played: Played) -> None:
     assert read(served.where, "secret")["traceml_ranks"]["reporting",] == 8
     assert (served.state().sent, served.state().failed) == (1, 0)
     served.close()
+
+
+def test_the_process_sees_the_environment_of_the_user_where_the_aggregator_does_not(played: Played) -> None:
+    user = {"TRACEML_METRICS_TOKEN": "secret", "TRACEML_METRICS_TOKEN_2": "other", "HOME": "/root"}
+    settings = Settings(metrics_port=0)
+    assert environment_of(Settings(), user) == {}
+    environ = environment_of(settings, user)
+    assert environ == {"TRACEML_METRICS_TOKEN": "secret"}
+    process = SinkProcess(played.folder, settings, played.aggregator.query, Errors(), environ=environ)
+    where = wait_for(played).where
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        read(where)
+    assert read(where, "secret")["traceml_ranks"]["reporting",] == 8
+    process.end()
+    process.join(30)
+
+
+def test_only_the_aggregator_gets_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACEML_METRICS_TOKEN", "secret")
+    config = configure(Settings(metrics_port=0))
+    assert config.environ == {"TRACEML_METRICS_TOKEN": "secret"}
+    made: list[ActorConfig] = []
+    monkeypatch.setattr(membership, "make", lambda *given: made.append(given[3]))
+    membership.ensure_relay(config, "node")
+    assert [relay.environ for relay in made] == [{}]
 
 
 def test_a_foreign_page_cannot_read_what_is_served_to_this_machine(played: Played) -> None:
@@ -242,3 +269,20 @@ def test_the_end_of_a_session_is_reported_from_its_file(played: Played) -> None:
     finish(played.folder, Settings(), [ended])
     (report,) = ended.reports
     assert (report.over, report.run_over, report.findings[0].ranks) == (True, True, (5,))
+
+
+def test_a_sink_that_hangs_at_the_end_takes_no_time_from_the_others(played: Played) -> None:
+    let, closed = threading.Event(), threading.Event()
+
+    class Hanging(Taker):
+        def close(self, deadline_s: float) -> None:
+            let.wait(30)
+
+    class Closing(Taker):
+        def close(self, deadline_s: float) -> None:
+            closed.set()
+
+    played.end()
+    finish(played.folder, Settings(), [Hanging(), Closing()], within_s=0.05)
+    assert closed.wait(30)
+    let.set()

@@ -106,6 +106,19 @@ def rank_times(history: StepHistory, whole: bool, between: Between | None = None
     return RankTimes(steps=steps, ranks=ranks, busy_ms=busy, over=over, stages=stages)
 
 
+def stages_beside_peers(
+    times: RankTimes, rank: int, named: Sequence[int]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """
+    Return the mean time of `rank` in each stage, and the median over the ranks that are not `named` (ms).
+    NaN: not known, or no such rank.
+    """
+    others = times.stages[~np.isin(times.ranks, [rank, *named])]
+    peers = quantiles(others, (0.5,))[0] if len(others) else np.full(len(STAGES), np.nan)
+    mean = times.stages[times.ranks.index(rank)]
+    return dict(zip(STAGES, mean.tolist(), strict=True)), dict(zip(STAGES, peers.tolist(), strict=True))
+
+
 def _numbers(
     history: StepHistory, steps: int, median_ms: float, p95_ms: float, exposed: Float, per_rank: Float
 ) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,6 +37,7 @@ class SinkProcess:
         answer: answers a question of `store.query`.
         errors: where it is counted that the process has ended by itself.
         ended: called each time the process has ended.
+        environ: variables that the process gets besides those of this process.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class SinkProcess:
         answer: Callable[[bytes], bytes],
         errors: Errors,
         ended: Callable[[], object] = lambda: None,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         self._folder, self._settings, self._answer, self._errors = folder, settings, answer, errors
         self._on_end = ended
+        self._environ = {**os.environ, **(environ or {})}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="traceml-sinks", daemon=True)
         self._thread.start()
@@ -95,6 +99,7 @@ class SinkProcess:
     def _start(self, pipe: Connection) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-m", "traceml_ray.sinks.process", str(pipe.fileno()), str(self._folder)],
+            env=self._environ,
             cwd="/",  # the user's folder may hold files named like modules
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

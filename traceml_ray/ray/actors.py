@@ -18,6 +18,7 @@ import msgspec
 
 from traceml_ray.settings import Settings
 from traceml_ray.sinks.alerts.config import read_alerts
+from traceml_ray.sinks.table import environment_of
 
 NAMESPACE = "traceml"
 DEFAULT_SESSION = "default"
@@ -143,6 +144,11 @@ class ActorConfig(msgspec.Struct, frozen=True):
     """Whether the aggregator keeps a relay on every node of the cluster, including nodes that join later."""
     runtime_env: str = ""
     """Runtime environment of the relays that the aggregator creates, as JSON."""
+    environ: dict[str, str] = {}
+    """
+    Variables of the user's environment that the sinks read (`sinks.table.environment_of`). They may be
+    secrets: only the aggregator gets them, and it answers without them.
+    """
     launch: str = ""
     """
     Id of the launch that the relay belongs to, if its node has a relay of another launch: "." and hex digits.
@@ -175,7 +181,13 @@ def configure(settings: Settings, runtime_env: str = "") -> ActorConfig:
 
         settings = checked(settings)
     settings = read_alerts(settings, os.environ)
-    return ActorConfig(name, settings, info={"launcher": "ray"}, everywhere=True, runtime_env=runtime_env)
+    config = ActorConfig(name, settings, info={"launcher": "ray"}, everywhere=True, runtime_env=runtime_env)
+    return with_environment(config)
+
+
+def with_environment(config: ActorConfig) -> ActorConfig:
+    """Return the configuration with those variables of this process that the sinks read."""
+    return msgspec.structs.replace(config, environ=environment_of(config.settings, os.environ))
 
 
 def current_config() -> ActorConfig | None:

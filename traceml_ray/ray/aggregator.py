@@ -101,10 +101,15 @@ class Aggregator:
 
         if not wanted(self._config.settings):
             return None
+        core, config = self._core, self._config
         return SinkProcess(
-            self._core.folder.path, self._config.settings, self._core.query, self._core.errors,
+            core.folder.path,
+            config.settings,
+            core.query,
+            core.errors,
             ended=lambda: self._gauges.set([]),
-        )  # fmt: skip
+            environ=config.environ,
+        )
 
     def _beat(self) -> None:
         commit_at = judge_at = 0.0
@@ -219,7 +224,8 @@ class Aggregator:
     @ray.method(concurrency_group="query")
     def about(self) -> bytes:
         """Return the identity and place of this aggregator: `About` as JSON."""
-        folder, config = str(self._core.folder.path), msgspec.Raw(msgspec.json.encode(self._config))
+        folder, public = str(self._core.folder.path), msgspec.structs.replace(self._config, environ={})
+        config = msgspec.Raw(msgspec.json.encode(public))
         return msgspec.json.encode(
             About(__version__, self._config.session, folder, self._node_id, config, self._core.started_at)
         )

@@ -27,7 +27,8 @@ def ensure_relay(config: ActorConfig, node_id: str, *, fresh: bool = False) -> A
     """Find or create the session's relay of that node (and launch); return its handle. Raises as `make`."""
     from traceml_ray.ray.node_relay import NodeRelay
 
-    return make(NodeRelay, relay_name(config.session, node_id + config.launch), node_id, config, fresh)
+    name = relay_name(config.session, node_id + config.launch)
+    return make(NodeRelay, name, node_id, msgspec.structs.replace(config, environ={}), fresh)
 
 
 def make(cls: type, name: str, node_id: str, config: ActorConfig, fresh: bool) -> Any:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Thread
 
 import msgspec
 
@@ -98,8 +99,11 @@ def finish(folder: Path, settings: Settings, sinks: Sequence[Sink], within_s: fl
         session.poll()
         if session.is_over:
             Reporter(session, sinks, settings.metrics_ranks).report()
-    for sink in sinks:
-        sink.close(deadline)
+    closing = [Thread(target=sink.close, args=(deadline,), daemon=True) for sink in sinks]
+    for thread in closing:  # together: one that hangs takes no time from the others
+        thread.start()
+    for thread in closing:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def main() -> int:

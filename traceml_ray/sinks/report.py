@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from traceml_ray.analysis.verdict_shapes import VerdictInfo
+from traceml_ray.analysis.verdict_shapes import TimedEpisode, VerdictInfo
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.throughput.view import ThroughputView
 from traceml_ray.views.findings import found_in
@@ -41,6 +41,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     verdict: VerdictInfo | None
     findings: tuple[Finding, ...]
     """The list of findings, in its order; () if there is no verdict yet."""
+    episodes: tuple[TimedEpisode, ...]
+    """Episodes of the run, the costliest first; () if they are not known."""
     figures: tuple[Family, ...]
     outcome: str = "running"
     """How the run, or its session, ended: finished, failed, stopped or ended; "running": it has not ended."""
@@ -70,6 +72,7 @@ def _made(session: SessionPoll, most: int) -> Report:
         eta_s=progress and progress.eta_s,
         verdict=None if run is None else run.verdict,
         findings=() if run is None else tuple(found_in(session, run, state)),
+        episodes=() if run is None else tuple(run.episodes),
         figures=tuple(family for family in families_of(session, most) if family.series),
         outcome=_outcome(session, state),
         exit_code=None if session.status is None else session.status.exit_code,

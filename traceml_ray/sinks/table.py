@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from traceml_ray.settings import Settings
@@ -19,16 +19,35 @@ class SinkKind:
     """Module of this package whose `opened(session, settings)` returns the sink. It is imported on use."""
     extra: str
     """Extra of traceml-ray with the packages that it needs; "": none."""
+    variables: tuple[str, ...] = ()
+    """Environment variables that it reads. A name that ends in `_` stands for all that begin so."""
 
 
 KINDS = (
-    SinkKind("prometheus", lambda settings: settings.metrics_port is not None, "scraped", "metrics"),
+    SinkKind(
+        "prometheus",
+        lambda settings: settings.metrics_port is not None,
+        "scraped",
+        "metrics",
+        ("TRACEML_METRICS_TOKEN",),
+    ),
     SinkKind("alerts", lambda settings: settings.alerts is not None, "alerts.alerting", ""),
     SinkKind("ray", lambda settings: settings.ray_metrics, "ray_metrics", ""),
     SinkKind("kubeflow", lambda settings: settings.kubeflow, "kubeflow", ""),
+    SinkKind("opentelemetry", lambda settings: settings.otel, "otel", "otel", ("OTEL_",)),
 )
 
 
 def wanted(settings: Settings) -> list[SinkKind]:
     """Return the kinds of sinks that the settings ask for."""
     return [kind for kind in KINDS if kind.wanted(settings)]
+
+
+def environment_of(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
+    """
+    Return the variables of `environ` that the wanted sinks read. Their process may run where the user's
+    environment is not known. They may be secrets: no file and no answer may contain them.
+    """
+    names = [name for kind in wanted(settings) for name in kind.variables]
+    exact, beginnings = frozenset(names), tuple(name for name in names if name.endswith("_"))
+    return {name: value for name, value in environ.items() if name in exact or name.startswith(beginnings)}
