@@ -14,7 +14,8 @@ from played import Played
 from prometheus_client.parser import text_string_to_metric_families
 
 from traceml_ray.analysis.labels import LABELS
-from traceml_ray.sinks.prometheus import STATES, Metrics
+from traceml_ray.sinks.figures import STATES
+from traceml_ray.sinks.prometheus import Metrics
 from traceml_ray.views.session_poll import SessionPoll
 
 FOLDER = Path(__file__).parents[2] / "integrations"
