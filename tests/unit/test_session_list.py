@@ -54,7 +54,8 @@ def names(sessions: Any) -> list[str]:
 def test_sessions_are_listed_with_age_size_ranks_and_verdict(out: Path) -> None:
     begins = prepare(out, "begins")  # it has no file yet
     sessions = listed(str(out), NOW)
-    assert (sessions[0].name, sessions[0].status) == ("begins", "running")
+    assert (sessions[0].name, sessions[0].status) == ("begins", "starting")
+    assert names(sessions).count("begins") == 1
     assert "begins" in listing.names(str(out)) and not {"begins"} & {*names(to_go(sessions, None, 0))}
     begins.release()
     sessions = listed(str(out), NOW)

@@ -180,16 +180,12 @@ class Listed(Entry, frozen=True, kw_only=True):
 
 def listed(out: str, now_ns: int) -> list[Listed]:
     """Return all sessions under `out`: running ones first, then the newest first."""
-    listed_sessions = []
+    listed_sessions, starting = [], {str(folder) for folder in starting_sessions(Path(out))}
     for entry in entries(out, most=None):
         age = None if entry.last_at is None else max(0.0, now_ns / 1e9 - _seconds(entry.last_at))
         age = 0.0 if entry.status == "running" else age
-        known = msgspec.structs.asdict(entry)
+        known = msgspec.structs.asdict(entry) | ({"status": STARTING} if entry.path in starting else {})
         listed_sessions.append(Listed(**known, bytes=size_of(Path(entry.path)), age_s=age))
-    for folder in starting_sessions(Path(out)):
-        listed_sessions.append(
-            Listed(name=folder.name, path=str(folder), status=STARTING, bytes=size_of(folder), age_s=0.0)
-        )
     return sorted(
         listed_sessions,
         key=lambda session: (session.status not in _LIVE, session.age_s is None, session.age_s or 0.0),
