@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from traceml_ray import __version__
-from traceml_ray.commands import alerts, completion, profiles, reports, running, sessions
+from traceml_ray.commands import alerts, completion, mcp, profiles, reports, running, sessions
 from traceml_ray.commands.help import EXIT_CODES, STARTING, Formatter, examples
 from traceml_ray.launchers.arguments import marked
 from traceml_ray.settings import SettingError
@@ -72,6 +72,7 @@ COMMANDS = {
     "layers": Subcommand(profiles.layers_options, profiles.layers),
     "export": Subcommand(sessions.export_options, sessions.export),
     "alerts": Subcommand(alerts.alerts_options, alerts.alerts),
+    "mcp": Subcommand(mcp.mcp_options, mcp.mcp),
     "completion": Subcommand(completion.completion_options, completion.completion),
 }
 """By name, in the order of the help."""

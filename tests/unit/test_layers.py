@@ -101,7 +101,9 @@ def test_imports_point_downwards() -> None:
 
 def test_views_ask_and_open_no_session_file() -> None:
     views = [
-        name for name in MODULES if name.partition(".")[0] in ("cli", "driver", "live_session", "dash_app")
+        name
+        for name in MODULES
+        if name.partition(".")[0] in ("cli", "driver", "live_session", "dash_app", "mcp")
     ]
     reading = {"store.session_file", "store.reader", "reports.summary", "monitor.aggregator"}
     opened = {

@@ -51,6 +51,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "traceml-ray export lr3 --format perfetto --steps 100-200",
     ),
     "alerts": ("traceml-ray alerts test alerts.toml", "traceml-ray alerts check alerts.toml"),
+    "mcp": ("traceml-ray mcp --sessions /data/traceml-sessions", "traceml-ray mcp --read-only"),
     "completion": ('eval "$(traceml-ray completion bash)"', "traceml-ray completion fish | source"),
 }
 """Examples, by subcommand."""
