@@ -110,7 +110,7 @@ def fake_cluster(nodes: int = 1, cpus: int = 2, *, lean: bool = False, **head: A
         patch.setenv("OMP_NUM_THREADS", "1")
         # An actor of Ray Train for each attempt, a second of a core: does a cloud take nodes away?
         patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-        patch.setenv("RAY_TRAIN_METRICS_ENABLED", "0")
+        patch.setenv("RAY_TRAIN_METRICS_ENABLED", os.environ.get("RAY_TRAIN_METRICS_ENABLED", "0"))
         import ray
         from ray._private import services
 

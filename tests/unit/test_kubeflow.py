@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kubeflow_server import PATH, StatusServer, make_certificates
 from msgspec.structs import replace
 from played import Played
 
@@ -30,98 +27,14 @@ from traceml_ray.sinks.table import wanted
 from traceml_ray.store.results import SinkState
 from traceml_ray.views.session_poll import SessionPoll
 
-PATH = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/team/trainjobs/gpt/status"
-
-
-class Server:
-    """
-    The status server of Kubeflow Trainer, as a job sees it: it takes a post whose token is `token`.
-
-    Args:
-        folder: gets the certificate of its authority, and the token.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.ca, self.token_file = folder / "ca.crt", folder / "token"
-        self.token = "first-token"
-        self.token_file.write_text(f"{self.token}\n")
-        self.posts: list[dict[str, Any]] = []
-        self.elsewhere: list[str] = []
-        self.answers: list[tuple[int, dict[str, str], bytes]] = []
-        """Answers of the next posts, before it takes any: status, headers, body."""
-        self.let = threading.Semaphore(1 << 20)
-        """Acquired for each answer."""
-        self.answered = threading.Semaphore(0)
-        make_certificates(folder)
-        server, outer = ThreadingHTTPServer(("127.0.0.1", 0), self._handler()), self
-        server.daemon_threads = True
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(folder / "server.crt", folder / "server.key")
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        outer.server = server
-        self.base = f"https://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def _handler(outer) -> type[BaseHTTPRequestHandler]:  # noqa: N805
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                outer.let.acquire()
-                if outer.answers:
-                    self.answer(*outer.answers.pop(0))
-                elif self.headers["Authorization"] != f"Bearer {outer.token}":
-                    message = f"Forbidden for {self.headers['Authorization']}"
-                    self.answer(403, {}, json.dumps({"kind": "Status", "message": message}).encode())
-                elif self.path != PATH:
-                    self.answer(404, {}, b"")
-                else:
-                    outer.posts.append(json.loads(body))
-                    self.answer(200, {}, body)
-
-            def do_GET(self) -> None:
-                outer.elsewhere.append(self.headers.get("Authorization", ""))
-                self.answer(200, {}, b"")
-
-            def answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
-                self.send_response(status)
-                for name, value in {**headers, "Content-Length": str(len(body))}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body)
-                outer.answered.release()
-
-            def log_message(self, format: str, *args: Any) -> None: ...
-
-        return Handler
-
-    def environ(self) -> dict[str, str]:
-        return {URL: self.base + PATH, CA: str(self.ca), TOKEN: str(self.token_file)}
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-
-
-def make_certificates(folder: Path) -> None:
-    """Write `ca.crt`, and `server.crt` with `server.key`, which it has signed, for 127.0.0.1."""
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-    new = ["req", "-newkey", "rsa:2048", "-nodes"]
-    for command in (
-        [*new, "-x509", "-subj", "/CN=made CA", "-keyout", "ca.key", "-out", "ca.crt"],
-        [*new, "-subj", "/CN=127.0.0.1", "-keyout", "server.key", "-out", "server.csr"],
-        ["x509", "-req", "-in", "server.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial",
-         "-extfile", "names", "-out", "server.crt"],
-    ):  # fmt: skip
-        subprocess.run(["openssl", *command], cwd=folder, check=True, capture_output=True, timeout=60)
-
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path: Path) -> Iterator[StatusServer]:
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl here")
     folder = tmp_path / "server"
     folder.mkdir()
-    server = Server(folder)
+    server = StatusServer(folder)
     yield server
     server.close()
 
@@ -193,7 +106,7 @@ def test_what_the_server_would_refuse_is_left_out(reports: list[Report]) -> None
 
 
 @contextmanager
-def posting(server: Server, **environ: str) -> Iterator[Kubeflow]:
+def posting(server: StatusServer, **environ: str) -> Iterator[Kubeflow]:
     sink = opened(None, Settings(kubeflow=True), {**server.environ(), **environ})  # type: ignore[arg-type]
     sink._sender._every_s = 0.0
     yield sink
@@ -205,7 +118,7 @@ def ended(sink: Kubeflow) -> SinkState:
     return sink.state()
 
 
-def test_a_post_has_the_token_of_its_moment(server: Server, reports: list[Report]) -> None:
+def test_a_post_has_the_token_of_its_moment(server: StatusServer, reports: list[Report]) -> None:
     with posting(server) as sink:
         sink.offer(reports[0])
         sink.offer(with_steps(reports[1], 600, 13.2))
@@ -221,7 +134,7 @@ def test_a_post_has_the_token_of_its_moment(server: Server, reports: list[Report
     "answer", [(401, {}, b"<html>"), (500, {}, b"{}"), (403, {}, b"[]"), (422, {}, b"\xff")]
 )
 def test_a_refusal_is_counted_and_the_next_post_is_tried(
-    server: Server, reports: list[Report], answer: tuple[int, dict[str, str], bytes]
+    server: StatusServer, reports: list[Report], answer: tuple[int, dict[str, str], bytes]
 ) -> None:
     server.answers.append(answer)
     with posting(server) as sink:
@@ -232,7 +145,7 @@ def test_a_refusal_is_counted_and_the_next_post_is_tried(
     assert (state.sent, state.failed, len(server.posts)) == (1, 1, 1)
 
 
-def test_a_refusal_says_why_and_not_the_token(server: Server, reports: list[Report]) -> None:
+def test_a_refusal_says_why_and_not_the_token(server: StatusServer, reports: list[Report]) -> None:
     server.token_file.write_text("wrong-token")
     with posting(server) as sink:
         sink.offer(reports[1])
@@ -241,7 +154,7 @@ def test_a_refusal_says_why_and_not_the_token(server: Server, reports: list[Repo
 
 @pytest.mark.parametrize("text", ["", "one\ntwo", "one two", "caf\u00e9"])
 def test_a_file_without_a_token_is_said_without_its_contents(
-    server: Server, reports: list[Report], text: str
+    server: StatusServer, reports: list[Report], text: str
 ) -> None:
     server.token_file.write_text(text)
     with posting(server) as sink:
@@ -249,7 +162,7 @@ def test_a_file_without_a_token_is_said_without_its_contents(
     assert ended(sink).error == f"OSError: {server.token_file} has no token"
 
 
-def test_a_redirect_is_not_followed_with_the_token(server: Server, reports: list[Report]) -> None:
+def test_a_redirect_is_not_followed_with_the_token(server: StatusServer, reports: list[Report]) -> None:
     server.answers.append((302, {"Location": f"{server.base}/elsewhere"}, b""))
     with posting(server) as sink:
         sink.offer(reports[1])
@@ -258,7 +171,7 @@ def test_a_redirect_is_not_followed_with_the_token(server: Server, reports: list
 
 
 def test_a_server_of_another_authority_gets_no_token(
-    server: Server, reports: list[Report], tmp_path: Path
+    server: StatusServer, reports: list[Report], tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
@@ -270,7 +183,7 @@ def test_a_server_of_another_authority_gets_no_token(
 
 
 def test_a_server_that_hangs_is_given_up(
-    server: Server, reports: list[Report], monkeypatch: pytest.MonkeyPatch
+    server: StatusServer, reports: list[Report], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kubeflow, "TIMEOUT_S", 0.2)
     server.let = threading.Semaphore(0)
@@ -280,7 +193,7 @@ def test_a_server_that_hangs_is_given_up(
     server.let.release()
 
 
-def test_no_server_is_no_harm(server: Server, reports: list[Report]) -> None:
+def test_no_server_is_no_harm(server: StatusServer, reports: list[Report]) -> None:
     server.close()
     with posting(server) as sink:
         sink.offer(reports[1])
@@ -298,7 +211,7 @@ def test_outside_of_a_train_job_it_says_what_is_missing(monkeypatch: pytest.Monk
     assert sink.state().error.startswith(f"ValueError: {name} not set where the aggregator runs: ")
 
 
-def test_a_token_is_sent_to_https_alone_and_no_login_is_shown(server: Server) -> None:
+def test_a_token_is_sent_to_https_alone_and_no_login_is_shown(server: StatusServer) -> None:
     with pytest.raises(ValueError, match="must be an https URL"):
         opened(None, Settings(), {**server.environ(), URL: "http://host/path"})  # type: ignore[arg-type]
     url = "https://me:secret@host:1/path?key=secret"
@@ -307,7 +220,7 @@ def test_a_token_is_sent_to_https_alone_and_no_login_is_shown(server: Server) ->
 
 
 def test_a_session_posts_its_progress(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: StatusServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in server.environ().items():
         monkeypatch.setenv(name, value)

@@ -16,7 +16,7 @@ from traceml_ray.monitor.sink_process import SinkProcess
 from traceml_ray.settings import Settings
 from traceml_ray.sinks.figures import Family
 from traceml_ray.sinks.process import Reporter, opened
-from traceml_ray.sinks.ray_metrics import MOST_RANKS, RayMetrics, gauges_of
+from traceml_ray.sinks.ray_metrics import MOST_RANKS, RANK, RUN, RayMetrics, gauges_of
 from traceml_ray.sinks.report import report_of
 from traceml_ray.sinks.table import wanted
 from traceml_ray.store import query
@@ -91,6 +91,13 @@ def test_the_gauges_say_what_the_pages_say_with_the_tags_of_ray_train(played: Pl
     (busy,) = (gauge for gauge in gauges if gauge.name == "traceml_rank_busy_seconds")
     assert busy.tags[2:] == ("ray_train_worker_world_rank", "node")
     assert [labels[2] for labels, _ in busy.series] == [str(rank) for rank in range(8)]
+
+
+def test_the_tags_are_those_of_ray_train() -> None:
+    base = pytest.importorskip("ray.train.v2._internal.metrics.base")
+    worker = pytest.importorskip("ray.train.v2._internal.metrics.worker")
+    assert (base.RUN_NAME_TAG_KEY, base.RUN_ID_TAG_KEY) == RUN
+    assert worker.WORKER_WORLD_RANK_TAG_KEY == RANK
 
 
 def test_of_many_ranks_only_the_slowest_has_a_series(played: Played) -> None:
