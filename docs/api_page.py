@@ -243,7 +243,7 @@ def shape(node: ast.ClassDef, default: bool = False) -> str:
     rows: list[Sequence[str]] = []
     base = ast.unparse(node.bases[0]) if node.bases else "_"
     if base not in ("msgspec.Struct", "list[T]") and not base.startswith("_"):
-        rows.append([f"all of `{base}`", "", ""])
+        rows.append([f"all of `{base}`", "", "the same fields with the same meaning"])
     for field, below in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(field, ast.AnnAssign):
             values = [field.target, type_of(field), *([field.value] if default else [])]

@@ -32,6 +32,16 @@ def test_api_page_is_what_people_call() -> None:
     assert "wire." not in page()
 
 
+def test_every_field_on_the_page_of_data_has_a_meaning() -> None:
+    shape, lacking = "", []
+    for line in page("data_page").splitlines():
+        if line.startswith("#"):
+            shape = line.lstrip("# ")
+        elif line.startswith("| ") and not line.split(" | ")[-1].strip("| "):
+            lacking.append(f"{shape}: {line}")
+    assert lacking == [], "say below these fields what they mean, then run `make api`"
+
+
 def test_api_page_has_all_public_names() -> None:
     titles = set(re.findall(r"^##+ (\S+)$", page(), re.MULTILINE))
     assert {*traceml_ray.__all__, *traceml_ray._NEEDED} - {"__version__"} <= titles

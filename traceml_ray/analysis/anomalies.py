@@ -113,6 +113,7 @@ class Anomaly(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     kind: str
+    """Name of the quantity, `foreign_process` or `xid`."""
     node: str
     """Label of the node."""
     device: int | None = None

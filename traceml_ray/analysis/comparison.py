@@ -306,28 +306,36 @@ class NumberChange(msgspec.Struct, frozen=True, kw_only=True):
     """One number of session `a` and of session `b`. None means not known."""
 
     what: str
+    """Name of the number."""
     unit: str
     """Unit of the number: ms, steps/s, %, GB, …"""
     a: float | None = None
+    """Its value in `a`, in `unit`."""
     b: float | None = None
+    """Its value in `b`, in `unit`."""
     change: float | None = None
     """`b` minus `a`, in `unit`."""
     low: float | None = None
     """
-    Lower end of the interval that `change` lies in, in `unit`, from the steps of both sessions; `high` is the
-    upper end. None: there is no interval.
+    Lower end of the interval that `change` lies in, in `unit`, from the steps of both sessions. None: no
+    interval is known.
     """
     high: float | None = None
+    """Upper end of the interval that `change` lies in, in `unit`."""
     change_pct: float | None = None
-    """`change` in % of `a`; `low_pct` and `high_pct` are the ends of its interval."""
+    """`change` in % of `a`."""
     low_pct: float | None = None
+    """Lower end of the interval of `change_pct`, in %."""
     high_pct: float | None = None
+    """Upper end of the interval of `change_pct`, in %."""
     word: Word | None = None
     """The judgement. None: the number is not judged, or cannot be; then `why` says so."""
     rank_a: int | None = None
-    """For memory: the rank of `a` with the most memory; `rank_b` is the same for `b`."""
+    """For memory: the rank of `a` with the most memory."""
     rank_b: int | None = None
+    """For memory: the rank of `b` with the most memory."""
     why: str = ""
+    """Why the number cannot be judged; otherwise ""."""
 
 
 class RankChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -337,12 +345,19 @@ class RankChange(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     rank: int
+    """Global rank."""
     node: str
+    """Label of its node in `b`."""
     a: float
+    """Time in the stage in `a`, in ms per step."""
     b: float
+    """Time in the stage in `b`, in ms per step."""
     change: float
+    """Additional time in `b` beyond what the change of all other work explains, in ms per step."""
     low: float
+    """Lower end of the interval of `change`, in ms per step."""
     high: float
+    """Upper end of the interval of `change`, in ms per step."""
 
 
 class ComparisonVerdict(msgspec.Struct, frozen=True, kw_only=True):

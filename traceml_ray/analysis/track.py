@@ -117,12 +117,18 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[str, ...]
     """Labels of the nodes of `ranks`."""
     pattern: Pattern
+    """
+    How the ranks are late: in most steps (`lasting`), now and then (`transient`), or in turn
+    (`rotating`).
+    """
     confidence: str | None
+    """low, medium or high."""
     from_step: int
     """First late step."""
     to_step: int
     """Last late step."""
     seconds: float
+    """Time from the first late step to the end of the last one (s)."""
     cost_s: float
     """Time by which the finding made the job longer (s)."""
     rank_hours: float
@@ -132,6 +138,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     cost_range_pct: tuple[float, float] | None
     """Range of that share over the windows: its 10th and 90th percentile (%)."""
     goes_on: bool
+    """Whether it was still going on when the run was last judged."""
     why: str
     """Reason for the finding, in sentences."""
     next: str

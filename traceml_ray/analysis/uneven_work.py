@@ -63,6 +63,7 @@ class ExpertLoad(msgspec.Struct, frozen=True, kw_only=True):
     experts: int
     """Number of experts of the router."""
     tokens: int
+    """Tokens of all experts together."""
     most: int
     """Index of the expert with the most tokens."""
     times_mean: float

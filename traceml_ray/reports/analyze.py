@@ -43,10 +43,13 @@ class AnalyzedFile(msgspec.Struct, frozen=True, kw_only=True):
     """A file that was read."""
 
     path: str
+    """Path of the file."""
     format: str
     """Format of the file in words: "traceml-ray session", "Stormlog events", …"""
     ranks: list[int]
+    """Ranks whose samples it holds."""
     samples: int
+    """Number of memory samples in it."""
     notes: list[str]
     """Notes about the file, each a sentence."""
 
@@ -55,7 +58,9 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     """A file that was not used."""
 
     path: str
+    """Path of the file."""
     reason: str
+    """Why it was not used."""
 
     def __str__(self) -> str:
         """Return path and reason, as "rank3.json: it is not valid JSON: …"."""
@@ -76,8 +81,11 @@ class Analysis(Memory, frozen=True, kw_only=True):
     run: str | None = None
     """Run that the analysis covers; None: the files name none."""
     world_size: int | None = None
+    """Number of ranks of the run; None: not known."""
     sources: list[AnalyzedFile] = []
+    """The files that were read."""
     refused: list[Refused] = []
+    """The files that were not used."""
     notes: list[str] = []
     """Notes for the reader: clocks that were not compared, ranks that were numbered here, other runs."""
 

@@ -69,16 +69,25 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     """One of two sessions that are compared. Unknown values are None."""
 
     session: str | None
+    """Name of the session."""
     run: str | None
+    """Id of the run that is compared."""
     status: str | None
+    """Status of the session: running, finished, failed or stopped."""
     exit_code: int | None = None
+    """Exit code of the session."""
     command: str | None = None
+    """Command that the session was started with."""
     launcher: str | None = None
+    """Launcher that started the session."""
     strategy: str | None = None
+    """Parallelism mode of the job, as in `SummarySession.strategy`."""
     world_size: int | None = None
+    """Number of ranks of the job."""
     first_step: int | None = None
-    """First step that is compared; the warm-up is left out. `last_step` is the last one."""
+    """First step that is compared; the warm-up is left out."""
     last_step: int | None = None
+    """Last step that is compared."""
     verdict: str | None = None
     """Verdict on the run, in one line; None: not known."""
 
@@ -87,6 +96,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Difference between session `b` and session `a`; ms, %, bytes. Unknown values are None."""
 
     schema: str = SCHEMA
+    """Name and version of this format."""
     word: Word | None
     """better, worse or no difference; None: the steps cannot be compared, `cannot` says why."""
     headline: str
@@ -94,15 +104,15 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     where: str
     """How the rest of the step changed; "" if nothing differs."""
     a: Side
+    """The session that is compared with."""
     b: Side
+    """The session that is judged."""
     change_pct: float | None
     """How much worse `b` is, in % of a step of `a`: in its `stage`, or without one in the whole step."""
     low_pct: float | None
-    """
-    Lower end of the interval of `change_pct`, in %, from the steps of both sessions. `high_pct` is its upper
-    end.
-    """
+    """Lower end of the interval of `change_pct`, in %, from the steps of both sessions."""
     high_pct: float | None
+    """Upper end of the interval of `change_pct`, in %."""
     stage: str | None
     """Stage that took longer, or less, than all other work did; None: none."""
     ranks: list[RankChange]

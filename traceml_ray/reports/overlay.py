@@ -55,9 +55,13 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Letter of the run. The others are compared with A."""
     session: str | None
+    """Name of the session."""
     run: str | None
+    """Id of the run."""
     status: str | None
+    """Status of the session: running, finished, failed or stopped."""
     world_size: int | None
+    """Number of ranks of the job."""
     verdict: str | None
     """Verdict on the run, in one line."""
     steps: int
@@ -69,6 +73,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     stages_ms: dict[str, float]
     """Mean exposed time of each stage in a step: stage → ms; empty if not known."""
     steps_per_s: float | None
+    """Steps per second."""
     host_bytes: float | None
     """Largest host memory of a rank (bytes)."""
     device_bytes: float | None
@@ -83,7 +88,9 @@ class RunTable(msgspec.Struct, frozen=True, kw_only=True):
     """Several runs, each compared with the first."""
 
     schema: str = SCHEMA
+    """Name and version of this format."""
     runs: list[RunRow]
+    """The runs, in the order in which they were given."""
     comparisons: list[Comparison]
     """The comparison of each other run with the first, in their order."""
 

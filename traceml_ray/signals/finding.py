@@ -41,7 +41,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     """Kind of finding: a label of a verdict, `memory_creep`, `slow_layer`, …"""
     severity: Severity
+    """critical, warning, notice or info."""
     ranks: tuple[int, ...] = ()
+    """Global ranks that are named; empty: none."""
     nodes: tuple[str, ...] = ()
     """Nodes of `ranks`, or the node that the finding is about, by their labels."""
     device: int | None = None
@@ -51,7 +53,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     what: str | None = None
     """The layer, router, span, kind of collective or quantity of a node that the finding is about."""
     from_step: int | None = None
+    """First step that shows it; None: not known."""
     to_step: int | None = None
+    """Last step that shows it; None: not known."""
     from_ns: int | None = None
     """When it began (ns since the epoch, aggregator's clock)."""
     to_ns: int | None = None

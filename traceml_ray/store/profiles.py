@@ -39,6 +39,7 @@ class ProfileStep(msgspec.Struct, frozen=True):
     """One step of a rank that was recorded; times are ns since the epoch on the clock of its node."""
 
     step: int
+    """Number of the step."""
     begin_ns: int
     """End of the previous step's optimizer, in ns."""
     end_ns: int
@@ -53,7 +54,12 @@ class RankProfile(msgspec.Struct):
     """Result of a profile on one rank; None: not known."""
 
     rank: int
+    """Global rank."""
     state: State
+    """
+    How far it is: asked, armed, recording, sending, captured, refused (nothing was recorded) or failed
+    (it is lost).
+    """
     reason: str | None = None
     """Why the rank has no trace."""
     node_id: str | None = None
@@ -61,7 +67,9 @@ class RankProfile(msgspec.Struct):
     node: str | None = None
     """Label of the node: `node-1`."""
     hostname: str | None = None
+    """Hostname of the node."""
     pid: int | None = None
+    """Process id of the rank."""
     process: int | None = None
     """Id of the rank process in the session file."""
     file: str | None = None
@@ -75,6 +83,7 @@ class RankProfile(msgspec.Struct):
     clock_bound_ns: int | None = None
     """Largest error of that offset, in ns."""
     steps: list[ProfileStep] = []
+    """The recorded steps; empty before they are known."""
     start_ms: float | None = None
     """Time of the training thread for starting torch's profiler, in ms."""
     stop_ms: float | None = None
@@ -93,12 +102,17 @@ class Profile(msgspec.Struct, kw_only=True):
     """Contents of `profile.json`."""
 
     schema: str = SCHEMA
+    """Name and version of this format."""
     id: str
+    """Id of the profile, and name of its folder."""
     session: str
+    """Name of the session."""
     run: str | None
+    """Id of the run; None: not known."""
     time: str
     """When the profile was requested, ISO 8601 in UTC."""
     t_ns: int
+    """When the profile was requested (ns since the epoch, aggregator's clock)."""
     why: str
     """One sentence: who requested the profile, or which verdict did."""
     requests: list[str] = []
@@ -112,6 +126,7 @@ class Profile(msgspec.Struct, kw_only=True):
     stage: str | None = None
     """Stage in which the suspect is late; `median` is the rank it is compared with."""
     median: int | None = None
+    """Rank that the suspect is compared with."""
     first_step: int | None
     """First recorded step, the same on all ranks; None if no rank has steps (torch.distributed.rpc)."""
     number: int = 1
@@ -122,9 +137,13 @@ class Profile(msgspec.Struct, kw_only=True):
     time.
     """
     memory: bool = False
+    """Whether the allocations of each operation are recorded."""
     stacks: bool = False
+    """Whether the place in the code that called each operation is recorded."""
     shapes: bool = False
+    """Whether the shapes of the inputs of each operation are recorded."""
     ranks: list[RankProfile]
+    """Result on each rank that was asked."""
     found: list[str] = []
     """Sentences on what the suspect does more of than the median, operation by operation."""
     traceml_ray: str
@@ -148,9 +167,11 @@ class ProfileInfo(msgspec.Struct, frozen=True):
     """A stored profile with its folder and size."""
 
     profile: Profile
+    """Contents of its `profile.json`."""
     path: str
     """Folder of the profile, on the aggregator's node."""
     bytes: int
+    """Size of all its files, in bytes."""
 
 
 class Profiles(msgspec.Struct, frozen=True):

@@ -35,6 +35,10 @@ class Layer(msgspec.Struct, frozen=True):
     kind: str
     """Class name. "" for the row that sums all layers that are not listed."""
     region: Region
+    """
+    Why nothing inside it is measured: `compiled`, replayed as a CUDA `graph`, or `sharded` by FSDP; "":
+    it is.
+    """
     parent: int | None
     """Index of the layer that contains it."""
     calls: float
@@ -42,7 +46,9 @@ class Layer(msgspec.Struct, frozen=True):
     recomputed: float
     """Calls per step inside a backward. Their time is in `backward_ms`."""
     forward_ms: float
+    """Time of its forward in a step (ms)."""
     backward_ms: float
+    """Time of its backward in a step (ms), including recomputed forwards."""
     total_ms: float
     """Forward and backward, including the layers inside it."""
     share: float | None
@@ -50,10 +56,13 @@ class Layer(msgspec.Struct, frozen=True):
     output_bytes: int
     """Size of its outputs: an estimate of its activations. Like all sizes, the largest of the ranks."""
     parameter_bytes: int | None
+    """Size of its own parameters on a rank, in bytes; None: not known."""
     gradient_bytes: int | None
+    """Size of the gradients of these parameters, in bytes; None: not known."""
     worst_rank: int | None
     """Rank that takes longest in it, excluding the layers inside it. None if there is only one rank."""
     worst_ms: float | None
+    """Forward and backward of `worst_rank` in it (ms). None if there is only one rank."""
 
 
 class LayerFinding(msgspec.Struct, frozen=True):
@@ -63,25 +72,39 @@ class LayerFinding(msgspec.Struct, frozen=True):
     """
 
     rank: int
+    """Global rank on which it takes longer."""
     node: str | None
+    """Label of the rank's node; None: not known."""
     layer: str | None
+    """Name of the layer in `named_modules`; None: all layers of the rank."""
     kind: str
+    """Class name of the layer; "" for all layers."""
     phase: Phase
+    """Where it takes longer: forward, backward, or both."""
     excess_ms: float
+    """
+    How much longer it takes per step than on the peers (ms). For a single layer: beyond what makes all layers
+    of the rank slower.
+    """
     own_ms: float
+    """Its time per step in `phase` on the rank (ms), including the layers inside it."""
     peers_ms: float
     """Median of the other ranks."""
     why: str
+    """Explanation in one sentence for a person."""
 
 
 class Layers(msgspec.Struct, frozen=True):
     """Measurements of the layers of a run. `ranks` is empty if nothing was measured."""
 
     ranks: list[int] = []
+    """Ranks that have measured layers."""
     steps: int = 0
     """Number of measured steps, on the rank with the fewest."""
     first_step: int | None = None
+    """First measured step of any rank; None: nothing was measured."""
     last_step: int | None = None
+    """Last measured step of any rank; None: nothing was measured."""
     every: int | None = None
     """One step in `every` is measured. The largest value of the ranks."""
     cost_pct: float | None = None
@@ -91,7 +114,9 @@ class Layers(msgspec.Struct, frozen=True):
     model_ms: float | None = None
     """Time of all layers together, median of the ranks."""
     layers: list[Layer] = []
+    """The layers, in the order of the model."""
     findings: list[LayerFinding] = []
+    """Layers that take longer on one rank, the largest excess first; at most eight."""
     limits: list[str] = []
     """Sentences that say what these numbers do not show."""
     per_rank_ms: dict[int, list[float | None]] = {}

@@ -28,6 +28,7 @@ class NotFinite(msgspec.Struct, frozen=True):
     """A rank that has logged a value that is not finite: NaN or an infinity."""
 
     rank: int
+    """Global rank."""
     first_step: int
     """First step whose value is not finite."""
     since: int | None
@@ -38,7 +39,9 @@ class LoggedNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """Values that the ranks of a run have logged under one name, in a summary."""
 
     name: str
+    """Name under which the values were logged."""
     ranks: list[int]
+    """Ranks that have logged a value: R numbers, ascending."""
     values: list[float | None]
     """Newest value of each of `ranks`. None: it is not finite."""
     steps: list[int]
@@ -48,13 +51,16 @@ class LoggedNumbers(msgspec.Struct, frozen=True, kw_only=True):
     high: float | None
     """Largest finite value of the run; None: there is none."""
     not_finite: list[NotFinite]
+    """Ranks that have logged a value that is not finite."""
 
 
 class LoggedMetric(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Values that the ranks of a run have logged under one name."""
 
     name: str
+    """Name under which the values were logged."""
     ranks: list[int] = []
+    """Ranks that have logged a value: R numbers, ascending."""
     values: Float = msgspec.field(default_factory=no_values)
     """(R,), newest value of each of `ranks`, finite or not."""
     steps: Int64 = msgspec.field(default_factory=_no_steps)
@@ -64,6 +70,7 @@ class LoggedMetric(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     high: float | None = None
     """Largest finite value of the run; None: there is none."""
     not_finite: list[NotFinite] = []
+    """Ranks that have logged a value that is not finite."""
     first: Int64 = msgspec.field(default_factory=_no_steps)
     """(C,), first step of each column. Empty if it is not known."""
     last: Int64 = msgspec.field(default_factory=_no_steps)

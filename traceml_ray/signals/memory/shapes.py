@@ -86,13 +86,17 @@ class MemoryFinding(_Shape, frozen=True, kw_only=True):
     """Something about the memory of one rank on one device."""
 
     kind: Kind
+    """What was found, such as `creep` or `near_limit` (docs/memory.md)."""
     rank: int
+    """Global rank."""
     node: str
     """Label of the rank's node."""
     device: int | None
     """Index of the device as the process sees it. None: the host's memory."""
     severity: Severity
+    """info, warning or critical."""
     confidence: Confidence
+    """low, medium or high."""
     from_ns: int
     """Time at which it began (ns, aggregator's clock)."""
     to_ns: int
@@ -109,6 +113,7 @@ class Incident(_Shape, frozen=True, kw_only=True):
     """A rank's memory grew above its own settled baseline, and stayed there."""
 
     rank: int
+    """Global rank."""
     node: str
     """Label of the rank's node."""
     device: int | None
@@ -125,6 +130,7 @@ class FirstCause(_Shape, frozen=True, kw_only=True):
     """The rank whose memory grew before that of all others, or alone."""
 
     rank: int
+    """Global rank."""
     node: str
     """Label of the rank's node."""
     device: int | None
@@ -140,6 +146,7 @@ class FirstCause(_Shape, frozen=True, kw_only=True):
     counter: Counter
     """The counter that grew."""
     confidence: Confidence
+    """How certain it is: low, medium or high."""
     coverage: float
     """Share of the expected ranks that were observed when it began, 0..1."""
     why: str
@@ -156,6 +163,7 @@ class CollectiveOnset(_Shape, frozen=True, kw_only=True):
     bound_ns: int | None = None
     """Error bound within which the ranks began at the same time, in ns. None: not known."""
     ranks: list[int]
+    """Global ranks that grew at the same time."""
     delta_bytes: int
     """Largest growth of one of the ranks, in bytes."""
     counter: Counter
@@ -168,7 +176,9 @@ class Attribution(_Shape, frozen=True, kw_only=True):
     """A finding about hidden memory that coincides with communication."""
 
     kind: AttributionKind
+    """How certain it is that collectives are the cause: `collective_confident`, `_likely` or `_suspect`."""
     rank: int
+    """Global rank."""
     device: int | None
     """Index of the device as the process sees it. None: the host's memory."""
     finding: Kind
@@ -191,7 +201,9 @@ class MemoryOfRank(msgspec.Struct, frozen=True):
     """Memory of a rank's newest process, in bytes. Unknown values are None."""
 
     rss_peak_bytes: int | None = None
+    """Largest resident memory of the process."""
     rss_last_bytes: int | None = None
+    """Resident memory in its last sample."""
     allocated_peak_bytes: int | None = None
     """Largest memory that torch's allocator ever had allocated, in bytes."""
 
@@ -200,6 +212,7 @@ class RankMemory(_Shape, frozen=True, kw_only=True):
     """One rank process on one device, in numbers: a line of the table."""
 
     rank: int
+    """Global rank."""
     node: str
     """Label of the rank's node."""
     process: str

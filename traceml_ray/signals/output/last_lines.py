@@ -125,6 +125,7 @@ class LastOutput(msgspec.Struct, frozen=True):
     """The last lines that a rank printed."""
 
     rank: int
+    """Global rank."""
     lines: list[OutputLine]
     """In order of time."""
     missing: str | None

@@ -19,6 +19,7 @@ class Uneven(msgspec.Struct, frozen=True):
     """A parameter that cannot be divided evenly."""
 
     name: str
+    """Name of the parameter in the model."""
     rows: int
     """Size of the dimension along which it is divided."""
     shards: int
@@ -35,23 +36,32 @@ class Imbalance(msgspec.Struct, frozen=True):
     bytes: int
     """Bytes that each of these ranks holds."""
     median_bytes: float
+    """Bytes that the median rank holds."""
     ratio: float | None
     """Factor between both amounts. None if one of them is 0."""
     why: str
+    """Explanation in one sentence for a person."""
     next: str
+    """What to do."""
 
 
 class ModelShards(msgspec.Struct, frozen=True):
     """A model, or the part of it in one pipeline stage, and the ranks among which it is divided."""
 
     ranks: list[int]
+    """Global ranks that hold a part of it."""
     groups: int
     """Number of groups of parameters that are gathered together."""
     full_bytes: int
+    """Size of the undivided parameters, in bytes."""
     shards: int
+    """Number of ranks among which a parameter is divided."""
     replicas: int
+    """Number of ranks that hold the same part (HSDP); 1: no replicas."""
     mesh_shape: list[int]
+    """Size of each dimension of the device mesh."""
     mesh_dims: list[str]
+    """Names of these dimensions; empty if they have none."""
     dtypes: dict[str, str]
     """Data types: `stored`, `computed` (as gathered) and `reduced` (gradients)."""
     resharded: dict[str, int]
@@ -64,7 +74,9 @@ class ModelShards(msgspec.Struct, frozen=True):
     uneven: list[Uneven]
     """Parameters that cannot be divided evenly, at most three."""
     uneven_count: int
+    """Number of parameters that cannot be divided evenly."""
     imbalance: Imbalance | None
+    """Ranks that hold more, or less, than the median rank; None: all hold about the same."""
 
 
 class ShardsOfRank(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +124,7 @@ class ShardingInfo(msgspec.Struct, frozen=True, kw_only=True):
     """How FSDP2 divides the model, or models, of a run."""
 
     models: list[ModelShards]
+    """The models, by their lowest rank."""
     per_rank: dict[int, ShardsOfRank]
     """Rank → the part that it holds."""
 

@@ -203,43 +203,60 @@ class ThroughputNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     steps: int = 0
+    """Number of steps that the numbers cover; 0: nothing is known."""
     steps_per_s: float | None = None
+    """Steps per second."""
     samples_per_step: float | None = None
+    """Samples of all ranks in a step."""
     tokens_per_step: float | None = None
     """Tokens of all ranks in a step, including padding."""
     samples_per_s: float | None = None
+    """Samples of all ranks per second."""
     tokens_per_s: float | None = None
+    """Tokens of all ranks per second, including padding."""
     step_flops: float | None = None
     """FLOPs of the model in one step of all ranks."""
     flops_from: str | None = None
     """`counted` once in step `flops_step`, or `told` by the script."""
     flops_step: int | None = None
+    """
+    Step in which the FLOPs were counted; it took longer. None: they were not counted, or not in the same
+    step.
+    """
     peak_tflops: float | None = None
     """Peak of all `devices` together, in 10¹² FLOPs per second."""
     devices: int | None = None
+    """Number of devices of the job."""
     device: str | None = None
+    """Name of the devices (`cpu` without one); None: not known, or not the same on all ranks."""
     dtype: str | None = None
+    """Data type of most FLOPs; None: not known, or not the same on all ranks."""
     mfu_pct: float | None = None
     """The model's FLOPs as a percentage of `peak_tflops`."""
     efficiency_pct: float | None = None
     """Time of the fastest 5 % of the steps ÷ time of the mean step, in %."""
     total_steps: int | None = None
+    """Number of steps of the whole run, as the script or its framework tells it."""
     eta_s: float | None = None
     """Time that the remaining steps will take."""
     why: dict[str, str] = {}
+    """Reason for each unknown value, by `samples`, `tokens`, `mfu` or `steps`."""
 
 
 class ThroughputStatistics(ThroughputNumbers, frozen=True, kw_only=True):
     """Throughput of the job in a summary. Ranks are keys as text."""
 
     per_rank_samples_per_s: dict[str, float | None]
+    """Rank → its samples per second."""
     per_rank_tokens_per_s: dict[str, float | None]
+    """Rank → its tokens per second, including padding."""
 
 
 class Throughput(ThroughputNumbers, frozen=True, kw_only=True, eq=False):
     """Throughput of the job, also per rank and by step."""
 
     ranks: list[int] = []
+    """Ranks that have reported steps: R numbers, ascending."""
     rank_samples_per_s: Float = msgspec.field(default_factory=no_values)
     """(R,), of each of `ranks`; NaN is not known."""
     rank_tokens_per_s: Float = msgspec.field(default_factory=no_values)
