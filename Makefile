@@ -19,13 +19,13 @@ COMPAT_newest := torch 'ray[train]'
 COMPAT_TESTS := tests/unit --deselect tests/unit/test_package.py $(addprefix tests/integration/test_, \
 	loops.py span_verdict.py example.py sync_groups.py launch.py multihost.py attached.py driver.py ray_train.py)
 
-# What starts processes, those that judge time (`tests/conftest.py`) among it; and all other tests.
+# Tests that start processes, including those that judge time (`tests/conftest.py`); and all other tests.
 STARTS := tests/browser tests/chaos tests/integration
 ALONE := tests/chaos tests/integration
 QUIET := tests/unit tests/fuzz
-# Takes what others leave of the cores, and gives it back at once.
+# Uses only CPU time that no other process wants.
 IDLE := chrt --idle 0
-# By a name of its own: a line with the word MAKE in it is run by `make -n` as well.
+# A separate name, because `make -n` also runs lines that contain the word MAKE.
 TYPES_TOO = $(MAKE) --no-print-directory types
 
 PY := $(CURDIR)/.venv/bin/python
@@ -36,29 +36,29 @@ FRAMEWORKS := .venv-frameworks
 # Ranks share one machine here: one thread each, or they slow each other down.
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Without compiled files each of a thousand processes compiles this package anew, and each pytest all tests.
+# Without compiled files each of a thousand processes compiles this package again, and each pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo    train on 4 ranks with one of them slow, and read who it was"
 	@echo "make test    every check: lint, types, tests"
-	@echo "make nightly  what takes longer than a change may wait: tests marked long, and fuzz (an hour and more)"
+	@echo "make nightly  slow checks: tests marked long, and fuzz (an hour and more)"
 	@echo "make fuzz    foreign bytes into every decoder, random cases for every property; EXAMPLES=10000 for longer"
-	@echo "make snapshots   the texts that tests compare, written anew after a change of wording"
-	@echo "make api     the reference pages of docs/, written anew from the sources"
+	@echo "make snapshots   rewrite the texts that tests compare, after a change of wording"
+	@echo "make api     rewrite the reference pages of docs/ from the sources"
 	@echo "make docs    the documentation as a site, build/site/index.html; broken links are errors"
 	@echo "make lint    ruff and mypy alone        make bench   the benchmarks, in short"
 	@echo "make results  every benchmark in full, one after the other (hours), and the page benchmarks/RESULTS.md; ONLY='scale.py soak.py'"
-	@echo "make chaos   everything that can happen to the monitor, beside a run without one (half an hour)"
+	@echo "make chaos   faults of the monitor, compared with a run without one (half an hour)"
 	@echo "make frameworks   Lightning, Hugging Face and others with a slow rank (a venv of its own; 40 minutes)"
 	@echo "make compat  the tests on the oldest and on the newest torch and Ray, each in a .venv-… of its own"
 	@echo "make screenshots   the pictures of the web app in docs/img (needs chromium and chromedriver)"
-	@echo "make plotly  dash_app/assets/plotly.min.js, made anew from its sources (needs Node.js and npm)"
+	@echo "make plotly  build dash_app/assets/plotly.min.js from its sources (needs Node.js and npm)"
 	@echo "make clean   remove what was built (.venv, .venv-frameworks and traceml-sessions stay)"
 	@echo "PYTHON=python3.12 chooses the Python that .venv is made with."
 
-# On a GPU where there is one, which the example says; the device's clock is what names a rank there. The monitor's Ray
-# may take its share of the cores here: there is something to see sooner.
+# Uses a GPU if there is one; the example prints which. Ranks are named there by the device's clock. The monitor's Ray
+# runs at normal priority here, so that the live view starts sooner.
 demo: says-demo $(INSTALLED)
 	@rm -rf traceml-sessions/demo
 	@echo "python -m traceml_ray.launch $(DEMO)"
@@ -72,7 +72,7 @@ demo: says-demo $(INSTALLED)
 	@echo "On your own script:  .venv/bin/python -m traceml_ray.launch --live --nproc-per-node 2 train.py"
 
 says-demo:
-	@echo "Trains a small GPT on 4 processes of this machine for a minute, one of them slow, and says which and why."
+	@echo "Trains a small GPT on 4 processes of this machine for a minute, one of them slow, and names it with the reason."
 
 # $(call run_tests,PYTHON,WHICH): four at a time (of two cores, three leave a quarter idle: tests wait, too); then those
 # that judge time. They leave a core idle, which goes to QUIET where nothing is chosen. Status 5: PYTEST_ARGS has
@@ -87,7 +87,7 @@ $(if $(2)$(CHOSEN),,three=0; wait $$quiet || three=$$?; cat build/quiet.log;) \
 [[ $$one$$two$$three =~ ^[05]+$$ && $$one$$two$$three != 555 ]]
 endef
 
-# What is said of types is said at the end.
+# The result of the type check is printed at the end.
 test: ruff
 	@mkdir -p build; $(IDLE) $(TYPES_TOO) >build/types.log 2>&1 & types=$$!; \
 	tests=0; { $(call run_tests,$(PY)); } || tests=1; \
@@ -105,7 +105,7 @@ chaos: $(INSTALLED)
 frameworks: $(FRAMEWORKS)/.installed
 	@$(CURDIR)/$(FRAMEWORKS)/bin/python tests/frameworks/run.py --only "$(CASES)" $(FRAMEWORKS_ARGS)
 
-# REV=v0.1.0: the same of that commit beside it.
+# REV=v0.1.0 compares with that commit.
 lines:
 	@$(PYTHON) benchmarks/lines.py $(if $(REV),--rev $(REV))
 
@@ -126,7 +126,7 @@ types: $(INSTALLED)
 	cd $(TYPES)/installed && MYPYPATH=. $(PY) -m mypy --config-file $(CURDIR)/pyproject.toml \
 		--cache-dir $(CURDIR)/.mypy_cache -p traceml_ray
 
-# What people read, as the tests keep it; read the diff before it is committed.
+# Texts that people read, as stored by the tests. Read the diff before you commit it.
 snapshots: $(INSTALLED)
 	@rm -rf tests/snapshots
 	TRACEML_TEST_SNAPSHOTS=1 $(PY) -m pytest -q -p no:xdist -m snapshot tests/unit
@@ -180,8 +180,8 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt tests/frameworks/requir
 	@$(FRAMEWORKS)/bin/pip install -q --no-deps --target $(FRAMEWORKS)/timm timm==1.0.31 >&2
 	@touch $@
 
-# Python compiles what is imported: here what most tests import, before several processes do so at the same time. To
-# compile all of torch and ray is a third of the installation.
+# Importing compiles: here the modules that most tests import, before several processes do so at the same time.
+# Compiling all of torch and ray would take a third of the installation time.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit( \
 		"Python 3.10 or newer is needed; %s is %d.%d. Try: make PYTHON=python3.12" % (sys.executable, v[0], v[1]))'

@@ -176,8 +176,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--markdown", action="store_true", help="print the block for RESULTS.md")
+    parser.add_argument("--rounds", type=int, default=100, help="number of rounds (default: 100)")
+    parser.add_argument("--markdown", action="store_true", help="print the section for RESULTS.md")
     args = parser.parse_args()
     import os
 

@@ -122,9 +122,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="where the sessions stay")
+    parser.add_argument("--runs", type=int, default=7, help="number of equal runs (default: 7)")
+    parser.add_argument("--steps", type=int, default=300, help="steps of each run (default: 300)")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the sessions in this folder")
     parser.add_argument("--markdown", action="store_true", help="print the table for RESULTS.md")
     arguments = parser.parse_args()
     print(machine())

@@ -42,14 +42,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--ticks", type=int, default=60)
-    parser.add_argument("--episodes", type=int, default=0, help="measure what a person does in a long run")
-    parser.add_argument("--gpus", type=int, default=8)
-    parser.add_argument("--browser", action="store_true", help="measure a real browser, too")
-    parser.add_argument("--refreshes", type=int, default=30, help="of each page in that browser")
-    parser.add_argument("--page", action="append", help="of that browser; may be given several times")
+    parser.add_argument("--ranks", type=int, default=1024, help="number of ranks (default: 1024)")
+    parser.add_argument("--steps", type=int, default=300, help="number of steps (default: 300)")
+    parser.add_argument(
+        "--ticks", type=int, default=60, help="number of measured updates of the pages (default: 60)"
+    )
+    parser.add_argument(
+        "--episodes",
+        type=int,
+        default=0,
+        help="number of episodes of a long run; measures the interactions of a person (default: 0)",
+    )
+    parser.add_argument("--gpus", type=int, default=8, help="ranks per node (default: 8)")
+    parser.add_argument("--browser", action="store_true", help="also measure a real browser")
+    parser.add_argument(
+        "--refreshes",
+        type=int,
+        default=30,
+        help="measured refreshes of each page in the browser (default: 30)",
+    )
+    parser.add_argument("--page", action="append", help="only this page in the browser; may be repeated")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         played = Played(

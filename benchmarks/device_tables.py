@@ -206,13 +206,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--held-out", action="store_true", help="random jobs")
-    parser.add_argument("--time", action="store_true", help="how long a window of 8,192 ranks takes")
-    parser.add_argument("--jobs", type=int, default=150, help="random jobs of each distribution")
-    parser.add_argument("--seeds", type=int, default=4, help="windows of each fault and job")
-    parser.add_argument("--steps", type=int, default=50, help="of a window of random jobs")
-    parser.add_argument("--seed", type=int, default=HELD_OUT_SEED, help="of the random jobs")
-    parser.add_argument("--notes", action="store_true", help="list what is not right")
+    parser.add_argument(
+        "--held-out", action="store_true", help="judge random jobs that no limit was chosen by"
+    )
+    parser.add_argument(
+        "--time", action="store_true", help="only measure the time to judge a window of 8,192 ranks"
+    )
+    parser.add_argument("--jobs", type=int, default=150, help="random jobs of each kind (default: 150)")
+    parser.add_argument("--seeds", type=int, default=4, help="windows of each fault and job (default: 4)")
+    parser.add_argument(
+        "--steps", type=int, default=50, help="steps of a window of random jobs (default: 50)"
+    )
+    parser.add_argument("--seed", type=int, default=HELD_OUT_SEED, help="seed of the random jobs")
+    parser.add_argument("--notes", action="store_true", help="list every wrong verdict")
     args = parser.parse_args()
     print(f"{machine()}\n")
     began = time.monotonic()

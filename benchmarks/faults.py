@@ -3,22 +3,22 @@ How often the verdict is right: faults planted in real gloo DDP runs under the r
 aggregator and live judge.
 
     python benchmarks/faults.py [--quick] [--keep DIR] [--out FILE.json] [--traceml VENV/bin]
-    python benchmarks/faults.py --rescore DIR    judge kept runs again with the engine as it is now (with
-                                                 --busy, too: there "live" is then what it would have said)
+    python benchmarks/faults.py --rescore DIR    judge kept runs again with the present engine. With --busy,
+                                                 "live" is then what this engine would have reported
     python benchmarks/faults.py --busy [--seconds 60] [--step-ms 12 25 50] [--seeds 0 1 2 3 4] [--only KIND]
-                                                 on cores that are all busy: who is named where nothing is
-                                                 planted, and whether faults of 30 % are named (25 minutes)
+                                                 with all cores busy: who is named without a fault, and
+                                                 whether faults of 30 % are named (25 minutes)
 
-    python benchmarks/faults.py --device …       where each rank computes on a played device: rows are of
-                                                 its clock, and what travels and is judged is as on CUDA
+    python benchmarks/faults.py --device …       with a simulated device for each rank: rows are on its
+                                                 clock, sent and judged as on CUDA
 
 There is one launch for each world size and seed. It has faults in random order, each with a balanced stretch
 before and after it. Severity is the fault's share of the *faulty* step, excess ÷ (step + excess), which the
-rules call excess. The step time is measured in the run itself before anything is planted.
+rules call excess. The step time is measured in the run itself, before the first fault.
 
 Reported are: the last full window of each fault, judged as the live judge does (replayed every 5 steps); the
-live verdicts as they were stored, with their times; every full window of the balanced stretches; the results
-of simpler methods on the same windows; and, on request, TraceML's results on runs with one fault each.
+stored live verdicts, with their times; every full window of the balanced stretches; the results of simpler
+methods on the same windows; and, on request, TraceML's results on runs with one fault each.
 """
 
 from __future__ import annotations
@@ -718,27 +718,72 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--quick", action="store_true", help="two minutes, to see that it works")
+    add("--quick", action="store_true", help="a short run of two minutes, as a check of the benchmark")
     add("--worlds", type=int, nargs="+", default=[2, 3, 4], help="numbers of ranks")
-    add("--seeds", type=int, nargs="+", default=[0, 1])
-    add("--stages", nargs="+", choices=local, default=list(local))
-    add("--severities", type=int, nargs="+", default=[15, 30, 60], help="%% of the faulty step")
-    add("--specials", nargs="*", choices=SPECIALS, default=SPECIALS)
-    add("--every-rank", action="store_true", help="each rank is late in turn, not a chosen one")
-    add("--work", choices=("sleep", "cpu"), default="sleep", help="what a late rank does")
-    add("--step-ms", type=float, nargs="+", default=[40.0], help="a step without a fault, about")
-    add("--noise", type=float, default=0.05, help="standard deviation of each stage's time")
+    add(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[0, 1],
+        help="one launch for each seed and number of ranks (default: 0 1)",
+    )
+    add(
+        "--stages",
+        nargs="+",
+        choices=local,
+        default=list(local),
+        help="stages in which faults are planted (default: all local ones)",
+    )
+    add(
+        "--severities",
+        type=int,
+        nargs="+",
+        default=[15, 30, 60],
+        help="severity of the faults, %% of the faulty step (default: 15 30 60)",
+    )
+    add(
+        "--specials",
+        nargs="*",
+        choices=SPECIALS,
+        default=SPECIALS,
+        help="faults that are not one late rank in one stage (default: all)",
+    )
+    add("--every-rank", action="store_true", help="make each rank late in turn, not a random one")
+    add(
+        "--work",
+        choices=("sleep", "cpu"),
+        default="sleep",
+        help="what a late rank does with the time (default: sleep)",
+    )
+    add(
+        "--step-ms",
+        type=float,
+        nargs="+",
+        default=[40.0],
+        help="approximate time of a step without a fault, ms (default: 40)",
+    )
+    add(
+        "--noise",
+        type=float,
+        default=0.05,
+        help="standard deviation of each stage's time, as a share (default: 0.05)",
+    )
     add("--opening", type=int, default=360, help="steps before the first fault")
-    add("--steps", type=int, default=80, help="of a fault")
-    add("--balanced", type=int, default=100, help="steps after a fault")
-    add("--device", action="store_true", help="ranks compute on a played device")
-    add("--busy", action="store_true", help="two ranks that work all the time; each on one core")
-    add("--seconds", type=float, default=60.0, help="of a busy run in which nothing is planted, about")
-    add("--only", choices=("healthy", "faults"), help="of the busy runs")
-    add("--out", type=Path, help="write what was found as JSON")
-    add("--keep", type=Path, metavar="DIR", help="leave plans and sessions there")
-    add("--rescore", type=Path, metavar="DIR", help="judge what --keep left again; run nothing")
-    add("--traceml", type=Path, metavar="BIN", help="where `traceml` is: compare with it, too")
+    add("--steps", type=int, default=80, help="steps with each fault (default: 80)")
+    add("--balanced", type=int, default=100, help="steps without a fault after each fault (default: 100)")
+    add("--device", action="store_true", help="let ranks compute on a simulated device")
+    add("--busy", action="store_true", help="run two ranks that keep one core each busy")
+    add(
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="approximate time of a busy run without faults, s (default: 60)",
+    )
+    add("--only", choices=("healthy", "faults"), help="only busy runs of this kind")
+    add("--out", type=Path, help="write the results as JSON")
+    add("--keep", type=Path, metavar="DIR", help="keep plans and sessions in this folder")
+    add("--rescore", type=Path, metavar="DIR", help="judge the runs that --keep left again, without new runs")
+    add("--traceml", type=Path, metavar="BIN", help="also run TraceML; folder of its command")
     args = parser.parse_args(argv)
     if args.busy:
         vars(args).update({"step_ms": BUSY_STEPS_MS, "seeds": BUSY_SEEDS} | chosen(args, parser))

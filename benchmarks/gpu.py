@@ -178,11 +178,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("about", nargs="?", choices=ABOUT, help="these sections alone")
-    parser.add_argument("--only", action="append", choices=SECTIONS)
-    parser.add_argument("--markdown", action="store_true")
-    parser.add_argument("--played", action="store_true")
-    parser.add_argument("--commit", default="unknown", help="of a copy that has no .git")
+    parser.add_argument("about", nargs="?", choices=ABOUT, help="only these sections")
+    parser.add_argument(
+        "--only", action="append", choices=SECTIONS, help="only this section; may be repeated"
+    )
+    parser.add_argument("--markdown", action="store_true", help="print the section for RESULTS.md")
+    parser.add_argument("--played", action="store_true", help="use the simulated device of the tests")
+    parser.add_argument("--commit", default="unknown", help="commit of a copy without .git")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.played and (why := without_device()):

@@ -122,8 +122,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="a minute, to see that it works")
-    parser.add_argument("--markdown", action="store_true", help="print the block for RESULTS.md")
+    parser.add_argument(
+        "--quick", action="store_true", help="a short run of one minute, as a check of the benchmark"
+    )
+    parser.add_argument("--markdown", action="store_true", help="print the section for RESULTS.md")
     args = parser.parse_args()
     import torch
 

@@ -137,7 +137,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rev", help="a commit to compare with")
+    parser.add_argument("--rev", help="commit to compare with")
     rev = parser.parse_args().rev
     now = count()
     sys.stdout.write(report(now, count(rev) if rev else None) + "\n")

@@ -169,12 +169,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=512)
-    parser.add_argument("--samples", type=int, default=2000)
-    parser.add_argument("--live", type=int, default=1024, help="ranks of the run that goes on; 0: none")
-    parser.add_argument("--seconds", type=int, default=180)
-    parser.add_argument("--families", type=int, default=0, help="seeds of each family; 0: measure costs")
-    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--ranks", type=int, default=512, help="ranks of the stored run (default: 512)")
+    parser.add_argument(
+        "--samples", type=int, default=2000, help="samples of each rank of the stored run (default: 2000)"
+    )
+    parser.add_argument(
+        "--live", type=int, default=1024, help="ranks of the live run; 0: no live run (default: 1024)"
+    )
+    parser.add_argument(
+        "--seconds", type=int, default=180, help="measured time of the live run, s (default: 180)"
+    )
+    parser.add_argument(
+        "--families",
+        type=int,
+        default=0,
+        help="judge families of series with this many seeds each instead; 0: measure costs",
+    )
+    parser.add_argument("--markdown", action="store_true", help="print the section for RESULTS.md")
     args = parser.parse_args()
     print(machine() + "\n")
     figures = families(args.families) if args.families else offline(args.ranks, args.samples)

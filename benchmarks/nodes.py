@@ -1,5 +1,5 @@
 """
-What the monitor costs on a cluster of many nodes on which nothing trains: `nodes.py [NODES [SECONDS]]`.
+What the monitor costs on a cluster of many idle nodes: `nodes.py [NODES [SECONDS]]`.
 
 The nodes are raylets on this one machine, so relays that start at the same time share its cores.
 """
@@ -69,7 +69,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("nodes", type=int, nargs="?", default=24)
-    parser.add_argument("seconds", type=int, nargs="?", default=20, help="for which they are idle")
+    parser.add_argument("nodes", type=int, nargs="?", default=24, help="number of nodes (default: 24)")
+    parser.add_argument(
+        "seconds", type=int, nargs="?", default=20, help="measured idle time, s (default: 20)"
+    )
     args = parser.parse_args()
     measure(args.nodes, args.seconds)

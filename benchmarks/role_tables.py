@@ -73,7 +73,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("jobs", type=int, nargs="?", default=110)
-    parser.add_argument("seed", type=int, nargs="?", default=11)
+    parser.add_argument("jobs", type=int, nargs="?", default=110, help="number of random jobs (default: 110)")
+    parser.add_argument("seed", type=int, nargs="?", default=11, help="seed of the random jobs (default: 11)")
     args = parser.parse_args()
     judge(args.jobs, args.seed)

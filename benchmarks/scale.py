@@ -206,12 +206,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("ranks", type=int, nargs="*", default=SIZES)
-    parser.add_argument("--seconds", type=int, default=40, help="of each size")
-    parser.add_argument("--calls", type=int, default=0, help="a second and relay, one after the other")
-    parser.add_argument("--device", action="store_true", help="rows of a device's clock")
-    parser.add_argument("--memory", action="store_true", help="a sample of each rank's memory, each second")
-    parser.add_argument("--rows", action="store_true", help="ranks send nothing but rows")
+    parser.add_argument(
+        "ranks", type=int, nargs="*", default=SIZES, help="numbers of ranks, each measured separately"
+    )
+    parser.add_argument("--seconds", type=int, default=40, help="time of each size, s (default: 40)")
+    parser.add_argument(
+        "--calls",
+        type=int,
+        default=0,
+        help="send N messages a second, one after the other; 0: all at the end of each second",
+    )
+    parser.add_argument("--device", action="store_true", help="send rows of a device's clock")
+    parser.add_argument(
+        "--memory", action="store_true", help="send a memory sample of each rank every second"
+    )
+    parser.add_argument("--rows", action="store_true", help="send nothing but rows")
     args = parser.parse_args()
     rows = "rows of a device's clock" if args.device else "rows of the CPU's clock"
     print(f"{machine()}\n{STEPS_A_SECOND} steps/s, {args.seconds} s each, {rows}\n")

@@ -592,12 +592,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--rate", type=float, default=200, help="steps a second of each rank")
-    parser.add_argument("--seed", type=int, default=0, help="of the faults")
-    parser.add_argument("--no-dashboard", dest="dashboard", action="store_false")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="leave every look at every process there")
+    parser.add_argument("--seconds", type=float, default=600, help="time of the run, s (default: 600)")
+    parser.add_argument("--ranks", type=int, default=8, help="number of ranks (default: 8)")
+    parser.add_argument(
+        "--rate", type=float, default=200, help="steps per second of each rank (default: 200)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default: 0)")
+    parser.add_argument(
+        "--no-dashboard", dest="dashboard", action="store_false", help="run without a dashboard"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write every sample of every process to this file"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as made:
         soak = Soak(args, Path(made))

@@ -175,11 +175,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=10, help="of a run on full cores")
-    parser.add_argument("--only", choices=("idle", "full"))
-    parser.add_argument("--quick", action="store_true", help="one pair of a few steps, to see that it works")
-    parser.add_argument("--markdown", action="store_true", help="print the block for RESULTS.md")
+    parser.add_argument("--pairs", type=int, default=5, help="number of pairs of launches (default: 5)")
+    parser.add_argument(
+        "--seconds", type=float, default=10, help="time of a run on full cores, s (default: 10)"
+    )
+    parser.add_argument("--only", choices=("idle", "full"), help="only this kind of run")
+    parser.add_argument(
+        "--quick", action="store_true", help="one pair of a few steps, as a check of the benchmark"
+    )
+    parser.add_argument("--markdown", action="store_true", help="print the section for RESULTS.md")
     args = parser.parse_args()
     pairs, seconds = (1, 0.0) if args.quick else (args.pairs, args.seconds)
     where, figures = machine(), list[Figure]()

@@ -39,8 +39,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=1024)
-    parser.add_argument("--ticks", type=int, default=30)
+    parser.add_argument("--ranks", type=int, default=1024, help="number of ranks (default: 1024)")
+    parser.add_argument("--ticks", type=int, default=30, help="number of measured redraws (default: 30)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         n = arguments.ranks

@@ -4,13 +4,14 @@ Do two recorders agree? Steps of real gloo DDP runs, recorded by torch's profile
     python benchmarks/traces.py [--world 3] [--severities 15 30 60] [--stages …] [--specials …] [--seed 0]
                                 [--no-example] [--keep DIR]
 
-The fault matrix of `faults.py`: one rank late in each stage by each severity, two ranks late in one stage and
-in two, a late rank that changes, all ranks slower, nothing; then the example model, healthy. (6 minutes a
-severity; in parts by the options.) For each fault, some steps are captured on all ranks. The traces alone are
-reduced to the six stages (`traces.traced_rows`) and compared with the rows of the same steps: by which share
-of a step a stage differs, and which rank the verdict's rules name from either. The check follows
-StageFrontier (arXiv 2606.06751): both must name the same rank and stage, and shares of stages must agree
-within 5 % of the step.
+The faults are those of `faults.py`: one rank late in each stage by each severity, two ranks late in one stage
+and in two, a late rank that changes, all ranks slower, none; then the healthy example model. It takes 6
+minutes for each severity; the options choose parts.
+
+For each fault, some steps are captured on all ranks. The traces alone are reduced to the six stages
+(`traces.traced_rows`) and compared with the rows of the same steps: by which share of a step a stage differs,
+and which rank the verdict's rules name from each of both. The check follows StageFrontier (arXiv 2606.06751):
+both must name the same rank and stage, and shares of stages must agree within 5 % of the step.
 """
 
 from __future__ import annotations
@@ -173,13 +174,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--world", type=int, default=3)
-    parser.add_argument("--severities", type=float, nargs="*", default=[15.0, 30.0, 60.0])
-    parser.add_argument("--stages", nargs="*", choices=STAGES_LATE, default=STAGES_LATE)
-    parser.add_argument("--specials", nargs="*", choices=SPECIALS, default=SPECIALS)
-    parser.add_argument("--no-example", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--world", type=int, default=3, help="number of ranks (default: 3)")
+    parser.add_argument(
+        "--severities",
+        type=float,
+        nargs="*",
+        default=[15.0, 30.0, 60.0],
+        help="severity of the faults, %% of the faulty step (default: 15 30 60)",
+    )
+    parser.add_argument(
+        "--stages",
+        nargs="*",
+        choices=STAGES_LATE,
+        default=STAGES_LATE,
+        help="stages in which a rank is late (default: all)",
+    )
+    parser.add_argument(
+        "--specials",
+        nargs="*",
+        choices=SPECIALS,
+        default=SPECIALS,
+        help="faults that are not one late rank in one stage (default: all)",
+    )
+    parser.add_argument("--no-example", action="store_true", help="leave out the example model")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the runs (default: 0)")
+    parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="traces-") as made:
         root = (args.keep or Path(made)).absolute()

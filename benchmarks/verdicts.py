@@ -5,8 +5,8 @@ Runs of the families in `tests/work_families.py` are judged as a session file is
 is at every stride (*live*), and by single windows of 50 and 200 steps. The cost of a cause is the time of the
 run with it compared with the same draws without it. Tables in Markdown for RESULTS.md have a line for each
 group of families (`--families`: for each family); `--notes` lists every run that is not right. `--random N`
-judges N random jobs instead. If large sizes are rare and stay for long, a rank with a large size looks as if
-it had become late, and it is late for that time: these runs are counted separately.
+judges N random jobs instead. If large sizes are rare and stay for long, a rank with a large size is late for
+that time and looks like a fault: these runs are counted separately.
 
 A run is *right* if the costliest cause is named with all its ranks and one of its stages, in the headline or
 as a further name. It is also right if no rank needs a name, no rank is named, and the label fits the
@@ -335,15 +335,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--only", default="", help="families whose name or group has this text")
-    add("--seeds", type=int, default=20)
-    add("--first-seed", type=int, default=0)
-    add("--random", type=int, default=0, metavar="N", help="so many random jobs, not the families")
-    add("--jobs", type=int, default=1, help="processes")
+    add("--only", default="", help="only families whose name or group contains this text")
+    add("--seeds", type=int, default=20, help="seeds of each family (default: 20)")
+    add("--first-seed", type=int, default=0, help="first of these seeds (default: 0)")
+    add("--random", type=int, default=0, metavar="N", help="judge N random jobs instead of the families")
+    add("--jobs", type=int, default=1, help="number of processes (default: 1)")
     for mode in MODES:
-        add(f"--{mode}", action="store_true", help="this kind of judging alone, or those that are given")
-    add("--families", action="store_true", help="a line for each family")
-    add("--notes", action="store_true", help="list what is not right")
+        add(f"--{mode}", action="store_true", help="judge only in this way; may be combined with the others")
+    add("--families", action="store_true", help="print a line for each family")
+    add("--notes", action="store_true", help="list every run that is not right")
     args = parser.parse_args()
     modes = [mode for mode in MODES if getattr(args, mode)] or MODES
     names = [name for name, family in FAMILIES.items() if args.only in name or args.only in family.group]

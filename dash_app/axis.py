@@ -280,7 +280,7 @@ def _links(spine: Mapping[str, Any], route: Route) -> list[Any]:
     if onset is not None:
         lead = max(_LEAST, (end - onset) // _ROOM)
         links.insert(
-            4, to("since the onset", f"Since step {onset:,}, with what was before", onset - lead, None)
+            4, to("since the onset", f"Since step {onset:,}, and some steps before it", onset - lead, None)
         )
     return links
 

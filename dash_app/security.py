@@ -100,7 +100,7 @@ class Guard:
         if not is_named(request.headers.get("Host", ""), self._hosts):
             return _refusal(421, "This server is not known by that name.")
         if request.method not in _METHODS:
-            return _refusal(405, "There is nothing like that here.", Allow=", ".join(_METHODS))
+            return _refusal(405, "This method is not allowed here.", Allow=", ".join(_METHODS))
         origin = request.headers.get("Origin")
         if request.method == "POST" and origin is not None and _split(origin).netloc != request.host:
             return _refusal(403, "This request was made by another page.")

@@ -124,8 +124,10 @@ def traces_of(source: Source, info: ProfileInfo) -> Iterator[Path]:
         yield Path(info.path)
         return
     if info.bytes > MAX_COPY:
-        size = f"{text.size(info.bytes)}, of which {text.size(MAX_COPY)} at most are copied"
-        raise QueryError(f"its traces are on another node and have {size}")
+        raise QueryError(
+            f"its traces are on another node, and their {text.size(info.bytes)} exceed the limit for a copy "
+            f"({text.size(MAX_COPY)})"
+        )
     with tempfile.TemporaryDirectory(prefix="traceml-") as there:
         folder = Path(there)
         (folder / MANIFEST).write_bytes(msgspec.json.encode(info.profile))

@@ -125,7 +125,7 @@ class SessionPages(SessionCache):
         if name not in listing.names(self.source.out):
             with self.lock:
                 self._others.pop(name, None)
-            raise SourceError(f"there is none of that name under {self.source.out}")
+            raise SourceError(f"no session has that name under {self.source.out}")
         with self.lock:
             other = self._others.get(name)
         if other is None:

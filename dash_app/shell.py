@@ -59,7 +59,7 @@ _TABS = {
     "sessions": "Sessions",
     "health": "Health",
 }
-_COPY_LINK = "Copy the link to this page with its session, run and selection; a token is not part of it"
+_COPY_LINK = "Copy the link to this page with its session, run and selection, without the token"
 _MAX_ALSO = 4
 """Largest number of findings listed in addition to the first one."""
 _ICONS = {

@@ -195,7 +195,7 @@ def _witness() -> subprocess.Popen[bytes] | None:
 
 
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
-_SIGNALS = "signals may not do what they did before"
+_SIGNALS = "signal handlers may differ from before"
 _Started = TypeVar("_Started")
 
 
@@ -291,7 +291,7 @@ def _exec(words: Sequence[str]) -> int:
 
 def _cannot(words: Sequence[str], error: OSError) -> int:
     no_file = error.errno == errno.ENOENT  # `words[0]` itself was found
-    why = "the interpreter that it names is not there" if no_file else error.strerror
+    why = "the interpreter that it names does not exist" if no_file else error.strerror
     return _refuse(f"{words[0]} cannot be executed: {why}", _NOT_EXECUTABLE)
 
 

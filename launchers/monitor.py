@@ -90,7 +90,8 @@ Time that a running cluster may take to answer, in s. A Ray of our own may take 
 must start.
 """
 _RAY_ENDS = (
-    ": later rows stay on their node, because Ray ends with this one; with --ray-address they would come"
+    ": later rows stay on their node, because Ray ends with this one; with --ray-address they would be "
+    "delivered"
 )
 _NO_MONITOR = "no monitor for this run"
 _RAY_IS_LEFT = "Ray of the monitor may still run"

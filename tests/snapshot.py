@@ -33,7 +33,9 @@ class Snapshot:
             lines = difflib.unified_diff(
                 kept.get(title, "").splitlines(), text.splitlines(), str(file), title, lineterm=""
             )
-            raise AssertionError("\n".join([*lines, "If that is meant: make snapshots, and read its diff."]))
+            raise AssertionError(
+                "\n".join([*lines, "If this change is intended, run `make snapshots` and read its diff."])
+            )
 
 
 def _read(file: Path) -> dict[str, str]:

@@ -121,7 +121,7 @@ def attach(
 @functools.cache  # once
 def _print_advice() -> None:
     sys.stderr.write(
-        "traceml-ray: attach: there is no monitor here; start the job with `traceml-ray run -- COMMAND`, "
+        "traceml-ray: attach: no monitor runs here; start the job with `traceml-ray run -- COMMAND`, "
         "or call traceml_ray.start() after ray.init()\n"
     )
 

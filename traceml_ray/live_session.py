@@ -276,8 +276,8 @@ class SessionCalls:
             raise EndedError(f"session {self.name!r} has ended, and cannot be read: {error}") from None
         if started_at != self._started_at:
             raise EndedError(
-                f"session {self.name!r} has ended, and {self.folder} is another one's by now; this one was "
-                f"moved aside: traceml-ray sessions --sessions {self.folder.parent}"
+                f"session {self.name!r} has ended, and {self.folder} now belongs to another session; this "
+                f"one was moved aside: traceml-ray sessions --sessions {self.folder.parent}"
             )
         return self._stored
 

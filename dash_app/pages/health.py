@@ -61,5 +61,5 @@ def _ledger(ledger: WholeLedger | None, over: bool, route: Route) -> html.Div:
         missing = html.P("Not known while the aggregator does not answer.", className="empty")
         return html.Div(missing, id="health-ledger")
     rows = [("all", ledger), *health.losing(ledger, over)[:_MOST]]
-    note = "produced = stored + in flight + dropped. Ranks without a loss are in the sum alone."
+    note = "produced = stored + in flight + dropped. Ranks without a loss are only in the sum."
     return html.Div(table(Table("Ledger", ledger_columns(over), rows, note), route), id="health-ledger")

@@ -40,9 +40,9 @@ PATH = "/layers"
 _BESIDE = 20
 """Largest number of layers for which ranks are shown side by side."""
 _WHAT = (
-    "ms and bytes of a step, medians of the ranks; forward and backward are without the layers inside. "
-    "Outputs: what its calls return, an estimate of its activations. Largest: forward and backward on the "
-    "rank where they take longest."
+    "ms and bytes per step, medians of the ranks. Forward and backward exclude the layers inside. Outputs: "
+    "size of the returned tensors, an estimate of the activations. Largest: forward and backward on the "
+    "slowest rank."
 )
 
 
@@ -74,7 +74,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     layers: Layers | None = view["layers"]
     asks = view["state"] == "live" and not route.get("session")
     if asks:
-        body.append(panel("Measure the steps to come", part(_form(view, route)), part(_asked(view, route))))
+        body.append(panel("Measure the next steps", part(_form(view, route)), part(_asked(view, route))))
     if layers is None or not layers.ranks:
         nothing = marked(f"{NOTHING}{', or on this page' * asks}.")
         return html.Div([*body, part(html.P(nothing, id="layers-missing", className="empty"))])
@@ -84,7 +84,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
         panel("Layers", part(html.Div(_layers(view, route), id="layers-table"))),
     ]
     if len(layers.ranks) > 1:
-        body.append(panel("Rank beside rank", part(html.Div(_beside(layers, route), id="layers-ranks"))))
+        body.append(panel("Ranks side by side", part(html.Div(_beside(layers, route), id="layers-ranks"))))
     return html.Div(body)
 
 
@@ -100,7 +100,7 @@ def _form(view: Mapping[str, Any], route: Route) -> html.Form:
         **given,
     )
     fields = html.Label([html.Span("Steps"), steps], htmlFor="layers-steps")
-    hint = "All ranks measure the same steps, as many of them as cost at most 3 % of the time."
+    hint = "All ranks measure the same steps. Measuring costs at most 3 % of the time."
     return html.Form(
         [
             html.Div(fields, className="fields"),
@@ -111,7 +111,7 @@ def _form(view: Mapping[str, Any], route: Route) -> html.Form:
         id="layers-form",
         action=PATH,
         method="post",
-        **aria(label="Measure the layers of the steps to come"),
+        **aria(label="Measure the layers of the next steps"),
     )
 
 
@@ -145,7 +145,7 @@ def _icicle(layers: Layers, route: Route) -> Any:
     rows = max((box.depth for box in boxes), default=0) + 1
     return chart(
         "layers-icicle",
-        "The model: forward and backward of each layer, with what is inside it below",
+        "The model: forward and backward of each layer, above the layers inside it",
         figure,
         "Time of each layer with the layers inside it",
         route,
@@ -177,10 +177,10 @@ def _beside(layers: Layers, route: Route) -> list[Any]:
     """Return the layers that take longest, with a column for each of some ranks."""
     order = sorted(range(len(layers.layers)), key=lambda index: -_longest(layers, index))[:_BESIDE]
     columns = [*picked(layer_columns(layers), "layer"), *layer_rank_columns(layers)]
-    which = "" if len(layers.per_rank_ms) == len(layers.ranks) else " Of many ranks, those that take longest."
+    which = "" if len(layers.per_rank_ms) == len(layers.ranks) else " Only the slowest ranks are shown."
     hint = f"Forward and backward, ms a step, without the layers inside; the {_BESIDE} largest.{which}"
     heads = {f"rank {rank}": rank_link(rank, route, "rank ") for rank in layers.per_rank_ms}
-    return [table(Table("Layers, rank beside rank", columns, sorted(order), hint), route, heads=heads)]
+    return [table(Table("Layers, ranks side by side", columns, sorted(order), hint), route, heads=heads)]
 
 
 def _longest(layers: Layers, index: int) -> float:

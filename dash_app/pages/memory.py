@@ -161,5 +161,5 @@ def _ranks(view: Mapping[str, Any], route: Route) -> list[Any]:
     heads = listing.heads(block.columns, keys_of(block.columns), route)
     rows = table(block, route, heads=heads, cells={"finding": lambda row: html.Span(anomaly(row))})
     hint = "+: growth above the rank's own settled level. "
-    hint += "Hidden: what the driver counts for the process and torch's allocator does not."
+    hint += "Hidden: memory that the driver counts for the process and torch's allocator does not."
     return [rows, listing.pages(shown, route, "row"), html.P(hint, className="hint")]

@@ -143,8 +143,8 @@ _RANKS = r"\s*(all|[0-9]+(\s*-\s*[0-9]+)?(\s*,\s*[0-9]+(\s*-\s*[0-9]+)?)*)\s*"
 """Pattern for the form's field of ranks in the browser; the server parses the text itself."""
 _MOST_LISTED = 100
 _COSTS = (
-    "start, stop, export: for how long training stood still, on the rank where that was longest; a step: all "
-    "of it, for each step recorded."
+    "start, stop, export: how long training stood still, on the rank where it was longest. a step: their sum "
+    "for each recorded step."
 )
 
 
@@ -176,7 +176,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     body: list[Any] = [html.H1("Profiles")]
     if asks:
         now = html.Div(_now(view, route), id="profile-now", **aria(live="polite"))
-        body += [panel("Profile the steps to come", part(_form(view, route)), part(now))]
+        body += [panel("Profile the next steps", part(_form(view, route)), part(now))]
     rows = part(html.Div(_rows(view, route), id="profile-list"))
     return html.Div([*body, panel("Profiles of this session, the newest first", rows)])
 
@@ -214,7 +214,7 @@ def _form(view: Mapping[str, Any], route: Route) -> html.Form:
         id="profile-form",
         action=PATH,
         method="post",
-        **aria(label="Profile the steps to come"),
+        **aria(label="Profile the next steps"),
     )
 
 
@@ -241,7 +241,7 @@ def _cost(done: Sequence[ProfileInfo] | None) -> str:
         return what
     took = [f"{name} {text.ms(most_cost(newest, name))}" for name in ("start", "stop", "export")]
     extent = f"{text.count(newest.n_steps, 'step')} of {_ranks_of(newest)}"
-    return f"{what} The newest one, of {extent}, cost a rank at most: {', '.join(took)}."
+    return f"{what} Largest cost of the newest one ({extent}) on a rank: {', '.join(took)}."
 
 
 def _now(view: Mapping[str, Any], route: Route) -> list[Any]:
@@ -424,7 +424,7 @@ def _chips(route: Route, name: str, values: Mapping[str, str | None], label: str
 
 def _differing(difference: Difference | None, route: Route) -> list[Any]:
     if difference is None:
-        return [html.P("That was not recorded of both.", className="empty")]
+        return [html.P("This was not recorded on both ranks.", className="empty")]
     sentences = [html.P(marked(sentence[:1].upper() + sentence[1:])) for sentence in difference.sentences]
     shown = difference_tables(difference, _TOP)
     return [

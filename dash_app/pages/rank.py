@@ -220,7 +220,7 @@ def _both_rows(view: Mapping[str, Any], route: Route) -> list[Chart]:
             "rank-rows",
             "Mean step on the GPU, and on its host",
             figures.rows(both, revision=route.key),
-            "Mean time of each stage on the clock of the GPU, and under it on that of its host",
+            "Mean time of each stage, by the clock of the GPU and below it by that of its host",
             route,
             series=drawing.STAGES,
             tall="low",

@@ -84,7 +84,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
             part(bar),
             part(rows_panel),
             html.P(
-                "Busy: median time of a step without waiting, ms; ÷ med: over that of the median rank. "
+                "Busy: median time of a step without waiting, ms. ÷ med: busy ÷ that of the median rank. "
                 "Stages: mean of a step, ms.",
                 className="hint",
             ),

@@ -102,7 +102,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     return html.Div(
         [
             html.Div([html.H1("Sessions"), listing.field(route, "sessions")], className="title-row"),
-            html.P("A name opens the session; + puts up to eight of them over each other.", className="hint"),
+            html.P("A name opens the session; + adds it to a comparison of up to eight.", className="hint"),
             part(html.Div(listing.states(route, states), id="session-filter")),
             *_compared(view.get("sides"), route),
             part(
@@ -136,7 +136,7 @@ def _choose(name: str, route: Route) -> Any:
             "Take out",
         )
     elif len(chosen) == len(NAMES):
-        full = f"{len(NAMES)} sessions at most are compared: take one out first"
+        full = f"At most {len(NAMES)} sessions can be compared: take one out first"
         return html.Span("+", className="chip off", title=full)
     else:
         after, label, title = [*chosen, name], "+", "Compare"
@@ -277,7 +277,7 @@ def _curves(runs: Sequence[OverlaidRun], route: Route) -> list[Any]:
         link(name, route.here(x=value), "segment", on=axis == (value or "step"))
         for name, value in (("by step", None), ("by time since the first step", "time"))
     ]
-    choice = html.Nav(links, id="compare-x", className="segments", **aria(label="What charts are drawn over"))
+    choice = html.Nav(links, id="compare-x", className="segments", **aria(label="Axis of the charts"))
     known = [chart for chart in (step_ms, *more, *logged) if chart.lines[axis]]
     drawn = [_curve(index, chart, axis, route) for index, chart in enumerate(known)]
     return [part(choice), html.Div(drawn, className="grid two")]

@@ -68,7 +68,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     findings = html.Div(table(findings_table(view["findings"]), route), className="events")
     body = [
         html.Div([html.H1("Signals"), listing.field(route, "ranks")], className="title-row"),
-        panel("Findings beside the verdict", part(html.Div(findings, id="signal-findings"))),
+        panel("Findings besides the verdict", part(html.Div(findings, id="signal-findings"))),
         *panels_of(view["sections"], route),
     ]
     if view["columns"]:

@@ -1,16 +1,17 @@
 """
-What the monitor reports of other people's software: one rank made late under each framework, on two ranks.
+What the monitor reports under each training framework, on two ranks, one of them made late.
 
     make frameworks
     python tests/frameworks/run.py [--only lightning,hf_trainer/data] [--keep DIR] [--docs FILE.md]
 
-Each case runs with the monitor, and once without and with nobody late: faults are sleeps, no number changes.
-A case is right when both runs exit alike; all losses and the final weights are equal to the bit; the verdict
-has the planted rank and stage and blames no part that is not late; each iteration was counted once; the
-median step is as long as one was; and the report holds no sentence that is false of every case. With one of
-our callbacks (`adapter`) the framework's own log has the verdict and the step time, too. Prints a markdown
-table; exits 1 if a case is wrong. A case whose launcher is not here is not run, and says so. `--docs` writes
-the first ten lines of a report for each framework into a page.
+Each case runs with the monitor, and once without monitor and fault. Faults are sleeps, so no number changes.
+A case is right if both runs have the same exit code; all losses and the final weights are equal to the bit;
+the verdict names the late rank and stage and nothing else; each iteration was counted once; the median step
+has the length of an iteration; and the report has no sentence that is false in all cases. With one of our
+callbacks (`adapter`) the framework's own log must also have the verdict and the step time.
+
+Prints a table in Markdown. The exit code is 1 if a case is wrong. A case whose launcher is not installed is
+reported and not run. `--docs` writes the first ten lines of a report for each framework into a page.
 """
 
 from __future__ import annotations
@@ -348,11 +349,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="beginnings of names of cases, by commas")
     parser.add_argument(
-        "--keep", type=Path, default=Path("build/frameworks"), help="where the runs' files go"
+        "--only", default="", help="only cases whose names begin with one of these, separated by commas"
     )
-    parser.add_argument("--docs", type=Path, help="page that gets the reports' first lines")
+    parser.add_argument(
+        "--keep", type=Path, default=Path("build/frameworks"), help="folder for the files of the runs"
+    )
+    parser.add_argument("--docs", type=Path, help="page to write the first lines of the reports into")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     args = parser.parse_args()
     chosen = [case for case in cases() if case.name.startswith(tuple(args.only.split(",")))]

@@ -97,7 +97,7 @@ def test_missing_cluster_is_reported_within_the_deadline(cluster: PrivateRay) ->
     ("environ", "why"),
     [
         ({"RAY_AUTH_TOKEN": "x" * 32}, "refuses the token of RAY_AUTH_TOKEN"),
-        ({"RAY_AUTH_MODE": "disabled"}, "wants a token: set RAY_AUTH_MODE=token"),
+        ({"RAY_AUTH_MODE": "disabled"}, "requires a token: set RAY_AUTH_MODE=token"),
         ({"RAY_AUTH_TOKEN": "", "RAY_AUTH_TOKEN_PATH": "/no/such"}, "there is none in /no/such"),
     ],
 )

@@ -219,7 +219,7 @@ def test_error_leaves_a_clean_terminal_and_one_line(top: Callable[..., Terminal]
     terminal = top("--run", "nonsense")
     assert terminal.ends() == 2
     shown = terminal.screen.text.replace("\n", "")
-    assert "traceml-ray: there is none of that name in session 'demo'" in shown
+    assert "traceml-ray: no run has that name in session 'demo'" in shown
 
 
 def test_without_a_terminal_there_is_a_line_an_interval(going: Going) -> None:

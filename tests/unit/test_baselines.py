@@ -143,7 +143,7 @@ class TestChecked:
             checked(Settings(baseline="bad", out=str(tmp_path)))
 
     def test_baseline_named_like_the_new_session_is_refused(self, tmp_path: Path, good: Path) -> None:
-        with pytest.raises(SettingError, match="choose another name for this one"):
+        with pytest.raises(SettingError, match="choose another name for the new session"):
             checked(Settings(session="good", baseline="good", out=str(tmp_path)))
 
     def test_session_with_a_given_baseline_is_a_baseline_by_its_own_steps(

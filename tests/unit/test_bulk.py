@@ -180,7 +180,7 @@ def test_profile_under_way_when_its_aggregator_was_killed_ends_with_a_reason(ses
     assert session.aggregator._profiling._files.wait(60.0)
     session.restart_aggregator()
     session.aggregator.finish(wire.Finish(codec.VERSION, 0))
-    assert session.failed() == "the session was over before its trace was there"
+    assert session.failed() == "the session ended before its trace had arrived"
 
 
 def test_what_waited_when_the_aggregator_was_killed_is_done_after_what_was_begun(

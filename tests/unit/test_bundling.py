@@ -270,7 +270,7 @@ def test_request_late_in_an_incident_has_the_stacks_of_its_own_moment(played: Pl
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        ("no bundles", r"this session keeps none \(bundles=0\)"),
+        ("no bundles", r"this session keeps no bundles \(bundles=0\)"),
         ("file in the way", "FileExistsError"),
         ("too large", "it is larger than bundle_bytes, and was removed"),
         ("full disk", "rows cannot be written to the session file"),

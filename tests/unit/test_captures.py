@@ -200,7 +200,7 @@ def test_rank_that_cannot_holds_up_nobody_and_says_why(job: Job) -> None:
         *("refused", "captured", "refused", "refused", "refused")
     ]
     assert "has not answered" in str(job.state(2)[1]) and "has ended" in str(job.state(3)[1])
-    assert job.state(9)[1] == "there is no such rank"
+    assert job.state(9)[1] == "no such rank"
 
 
 def test_rank_that_dies_is_lost_with_what_came_of_its_trace(job: Job) -> None:
@@ -213,7 +213,7 @@ def test_rank_that_dies_is_lost_with_what_came_of_its_trace(job: Job) -> None:
     job.turn()
     assert job.over is None  # its relay may have the rest
     job.turn(captures.ENDED_S + 1)
-    assert job.over is not None and job.state(1) == ("failed", "it ended before its trace was there")
+    assert job.over is not None and job.state(1) == ("failed", "it ended before its trace was written")
     path = profiles.finish(job.folder, job.over)
     assert {file.name for file in path.iterdir()} == {"profile.json", "rank-0.json.gz"}
 
@@ -288,7 +288,7 @@ def test_trace_that_does_not_come_is_given_up(job: Job) -> None:
     job.turn(captures.SEND_S - 10)
     assert job.state(0) == ("sending", None)
     job.turn(20.0)
-    assert job.state(0) == ("failed", "the rest of its trace has not come")
+    assert job.state(0) == ("failed", "the rest of its trace has not arrived")
 
 
 def test_steps_that_never_end_are_given_up(job: Job) -> None:
@@ -336,7 +336,7 @@ def test_one_capture_at_a_time_the_others_wait(job: Job) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "run", "error"),
-    [("0-", None, "is not a rank"), ("0", "other", "no run 'other' goes on")],
+    [("0-", None, "is not a rank"), ("0", "other", "run 'other' is not active")],
 )
 def test_request_that_means_nobody_says_why(job: Job, ranks: str, run: str | None, error: str) -> None:
     job.ask(ranks, run=run)

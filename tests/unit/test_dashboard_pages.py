@@ -214,7 +214,7 @@ class TestRefresh:
         (broken / "session.sqlite").write_bytes(b"no database")
         for name, why in (
             ("broken", "cannot use the session file: "),
-            ("gone", "there is none of that name under"),
+            ("gone", "no session has that name under"),
         ):
             page, answer = Refresher(pages).refresh(path, f"?session={name}", {})
             shown = to_json_plotly([page, answer]).replace("\\u002f", "/")

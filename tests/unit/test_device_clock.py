@@ -54,7 +54,7 @@ def test_abstention_on_cuda_says_how_to_have_its_ranks_judged(
         assert verdict["label"] == ("accounting_only" if flags else "healthy")
         assert verdict["next"].startswith(advice)
         closed = (
-            "rank 0's device clock closed at step 7, and later or then that of 1 other rank: CUDA error 719."
+            "rank 0's device clock closed at step 7, those of 1 other rank then or later: CUDA error 719."
         )
         assert verdict["note"].startswith(closed) == ("719" in why)
         assert bool(advice) == ("DEVICE_CLOCK" in verdict["next"] or "device's clock" in verdict["next"])

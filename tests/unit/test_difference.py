@@ -89,7 +89,7 @@ def test_only_operations_of_the_stage_are_compared(tmp_path: Path) -> None:
     assert more(compared(tmp_path, mine, [MM, ADD], stage="backward"))["aten::t"] == 20
     # Of the first step that was recorded, the optimizer had run before.
     assert compared(tmp_path, mine, [MM, ADD], stage="post_sync").steps == 1
-    for number, stage, reason in ((1, "post_sync", "no whole `post_sync`"), (2, "middle", "is not a stage")):
+    for number, stage, reason in ((1, "post_sync", "no complete `post"), (2, "middle", "is not a stage")):
         with pytest.raises(RecordingError, match=reason):
             compared(tmp_path, mine, [MM], n=number, stage=stage)
 

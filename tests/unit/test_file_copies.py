@@ -46,7 +46,7 @@ def test_copy_is_whole_though_rows_keep_arriving(
     assert _download(aggregator, "report.txt").startswith(b"traceml-ray")
     assert ask(aggregator, "read_file", name="report.txt", offset=(1 << 63) - 1, n=9) == b""
     (live / "report.txt").unlink()
-    with pytest.raises(QueryError, match=r"no report\.txt at present"):
+    with pytest.raises(QueryError, match=r"no report\.txt yet"):
         ask(aggregator, "read_file", name="report.txt", offset=0, n=9)
     assert not any("query" in place for place in aggregator.errors)
     ask(aggregator, "discard", name=copy)

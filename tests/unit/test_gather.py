@@ -107,7 +107,7 @@ def test_file_that_cannot_be_used_stops_no_other(tmp_path: Path) -> None:
     reasons = {path.relative_to(tmp_path).as_posix(): why for path, why in gathered.refused.items()}
     expected = {
         "cut.json": "it is not valid JSON: Input data was truncated",
-        "empty.json": "there are no samples of memory in it",
+        "empty.json": "it has no memory samples",
         "model.pt": "it is neither a session (session.sqlite) nor one of .csv, .json, .jsonl",
         "gone.json": "No such file or directory",
         "gone": "No such file or directory",

@@ -63,7 +63,7 @@ def test_real_traces_become_one_that_is_valid(tmp_path: Path) -> None:
     assert sum(event["name"] == "aten::mm" for event in document["traceEvents"]) == 2 * 2 * 3
     assert {event["cat"] for event in document["traceEvents"] if event["ph"] == "s"} == {"fwdbwd"}
     assert done == [0.25, 0.5, 0.75, 1.0] and merged.notes[0].startswith(
-        "Times are as the clock of each node"
+        "Times are by the clock of each node"
     )
     assert {path.name for path in tmp_path.iterdir()} == {"rank0.json", "rank1.json", "m.json.gz"}
 

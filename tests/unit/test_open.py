@@ -174,7 +174,7 @@ class TestSteps:
         assert earlier.host_ns is None and "host_data_ns" not in earlier.columns
 
     def test_an_unknown_column_is_named(self, session: Any) -> None:
-        with pytest.raises(AttributeError, match="no column 'dat_ns'; there are: step, rank"):
+        with pytest.raises(AttributeError, match="no column 'dat_ns'; columns: step, rank"):
             _ = session.steps(0, 1).dat_ns
 
 
@@ -229,7 +229,7 @@ class TestPandas:
 
     def test_arrays_by_attribute(self, session: Any) -> None:
         assert session.ranks().stored.tolist() == [300] * 8
-        with pytest.raises(AttributeError, match="no field 'rows'; there are: global_rank"):
+        with pytest.raises(AttributeError, match="no field 'rows'; fields: global_rank"):
             _ = session.ranks().rows
 
     def test_without_pandas_the_error_says_what_to_install(
@@ -269,7 +269,7 @@ class TestPlot:
         assert axis.ticktext[5] == "▶ rank 5 (host-1)"
 
     def test_an_unknown_plot_lists_those_there_are(self, session: Any) -> None:
-        with pytest.raises(ValueError, match="no plot 'rank'; there are: ranks, steps, stages"):
+        with pytest.raises(ValueError, match="no plot is called 'rank'; plots: ranks, steps, stages"):
             session.plot("rank")
 
     def test_without_plotly_the_error_says_what_to_install(

@@ -107,10 +107,10 @@ def test_options_that_record_have_one_made_and_show_that(
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ("s --id p --steps 3", "--steps records a new profile, --id is for those that are there"),
-        ("s --list --stacks", "--stacks records a new profile, --list is for those that are there"),
-        ("merge {out}/s/profiles/p --memory", "--memory records a new profile, merge is for those"),
-        ("s --run b --table", "--run is of a profile that is made: add --steps"),
+        ("s --id p --steps 3", "--steps records a new profile, --id is for existing ones"),
+        ("s --list --stacks", "--stacks records a new profile, --list is for existing ones"),
+        ("merge {out}/s/profiles/p --memory", "--memory records a new profile, merge is for existing"),
+        ("s --run b --table", "--run is for recording a profile: add --steps"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(
@@ -148,7 +148,7 @@ def test_one_trace_of_a_profile_and_of_files(out: Path, capsys: pytest.CaptureFi
     assert "node-1 / rank 1 / steps" in processes(check(out / "m.json.gz")).values()
     traces = "{out}/s/profiles/p/rank-0.json.gz {out}/s/profiles/p/rank-1.json.gz"
     code, text, _ = run(out, f"merge {traces} --trace {{out}}/u.json.gz --diff 1", capsys)
-    assert code == 0 and "2 ranks, 0 collectives matched\nTimes are as the clock" in text
+    assert code == 0 and "2 ranks, 0 collectives matched\nTimes are by the clock" in text
     assert sorted(processes(check(out / "u.json.gz")).values()) == ["rank 0", "rank 1"]
     assert "Rank 1 spends 9 ms in the trace more in" in text
     assert "Rank 1 spends 9 ms a step more in" in run(out, "merge {out}/s/profiles/p --diff 1", capsys)[1]
@@ -188,12 +188,12 @@ def test_traces_of_users_become_one_without_being_asked(
         ("nothing --table", "no session 'nothing'"),
         ("s --diff 5,median", "rank 5 was not recorded: the profile has ranks 0 and 1"),
         ("s --diff five", "write two ranks, as 5,2, or 5,median"),
-        ("s --diff 1 --stage data", "no whole `data`"),
+        ("s --diff 1 --stage data", "no complete `data`"),
         ("s --table --sort nme", "no column 'nme'"),
         ("s --table --ranks x", "is not a rank"),
-        ("s --table --ranks 7", "no trace of --ranks 7: there are those of ranks 0 and 1"),
-        ("s --stage forward", "--stage forward goes with --diff"),
-        ("s --list --json", "--list goes with no option that shows"),
+        ("s --table --ranks 7", "no trace of --ranks 7: there are traces of ranks 0 and 1"),
+        ("s --stage forward", "--stage forward needs --diff"),
+        ("s --list --json", "--list cannot be combined with an option that shows"),
         ("s --steps 0", "steps=0 must be an integer from 1 to 50"),
         ("s x.json", "write `profile merge TRACE …`"),
         ("merge {out}", "no trace in"),

@@ -185,13 +185,13 @@ def test_verdict_of_a_session_that_is_over_is_that_of_its_report(tmp_path: Path)
     [
         (
             {"what": "Secrets"},
-            "does not know the question 'Secrets' as traceml-ray '9.9' asks it: Inv",
+            "does not understand the question 'Secrets' of traceml-ray '9.9': Inv",
         ),
         ({"what": "Times", "depth": 3}, "'Times' .* unknown field `depth`"),
         ({"what": "Times", "run": 3}, "'Times' .* Expected `str | null`, got `int`"),
-        ({"what": [0] * 60_000}, "does not know the question"),
-        ({}, "does not know the question 'None'"),
-        (3, "does not know the question 'None'"),
+        ({"what": [0] * 60_000}, "does not understand the question"),
+        ({}, "does not understand the question 'None'"),
+        (3, "does not understand the question 'None'"),
     ],
     ids=["kind", "field", "type", "long", "none", "no dict"],
 )
@@ -203,7 +203,7 @@ def test_question_of_another_version_is_answered_with_both_versions(
     message = msgspec.msgpack.encode({"version": "9.9", "requests": [{"what": "Status"}, request_]})
     for send in (played.aggregator.query, stored(played.folder)):
         error = msgspec.msgpack.decode(send(message))["error"]
-        assert re.search(rf"^this session is run by traceml-ray {re.escape(__version__)}.*{why}", error)
+        assert re.search(rf"^this session runs traceml-ray {re.escape(__version__)}.*{why}", error)
         assert len(error) <= 1000
     played.aggregator.close()
 
@@ -245,7 +245,7 @@ def test_command_to_a_session_that_is_only_a_file_is_refused(tmp_path: Path) -> 
     played = Played(tmp_path / "demo", 2, late=None)
     played.aggregator.close()
     for command in (query.Snapshot(), query.ReadFile("summary.json", 0, 9), query.Discard("x")):
-        with pytest.raises(query.QueryError, match=f"{type(command).__name__} is for a session that runs"):
+        with pytest.raises(query.QueryError, match=f"{type(command).__name__} needs a running session"):
             query.ask_one(stored(played.folder), command)
 
 

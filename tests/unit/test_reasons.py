@@ -118,7 +118,7 @@ def test_sizes_that_some_ranks_do_not_send_are_said_to_be_unknown(tmp_path: Path
     for verdict in (played.live(), played.stored()):
         reason = verdict["reason"]
         assert (reason["what"], reason["unknown_ranks"]) == ("unknown", [1, 2, 3])
-        assert "those of ranks 1-3 are not known" in verdict["why"]
+        assert "sizes of ranks 1-3 are known for too few steps" in verdict["why"]
         assert "traceml_ray.count" in verdict["next"]
 
 
@@ -222,7 +222,7 @@ def test_reason_found_before_stays_while_newer_sizes_are_not_known() -> None:
         and verdict.reason.what == "unknown"
         and verdict.next == "Wait for more steps."
     )
-    assert "may explain them: too few were seen to tell (60 steps)" in verdict.why
+    assert "may explain them, but too few are known (60 steps)" in verdict.why
     assert with_reason(LATE_IN_TURN, rows, lambda *_: few, before=before).reason == before
     kept = with_reason(LATE_IN_TURN, rows_of(FORWARD), lambda *_: {}, before=before)
     assert kept.reason == before and "explains 90 % of the differences (300 steps)" in kept.why

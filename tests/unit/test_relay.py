@@ -1023,7 +1023,7 @@ def test_node_that_ends_late_still_delivers_and_files_are_written_again(
     summary = json.loads((folder / "summary.json").read_bytes())
     assert (summary["ledger"]["stored"], summary["session"]["status"]) == (5 + 5 + 80 + 1, "failed")
     assert [event["message"] for event in summary["events"] if event["kind"] == "note"] == [
-        "the files were written without host-1, not yet at the end then"
+        "the files were written without host-1, still running then"
     ]
     sock.close()
 

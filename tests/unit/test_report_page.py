@@ -102,7 +102,7 @@ def test_end_of_a_run_writes_a_page_with_verdict_charts_and_tables(late: Path) -
         *("Straggler: rank 5 (host-1) in data", "Look at the DataLoader workers", "confidence high"),
         *("8 of 8 ranks", "Step time", "Worst ÷ median rank", "Busy time by rank", "onset, step 150"),
         *("Where a step's time goes", "A step before the onset, and since", "Suspects", "Episodes"),
-        *("How it was run", "Settings that are not as by default", "2,400 stored"),
+        *("How it was run", "Settings that differ from the defaults", "2,400 stored"),
         f"traceml-ray dashboard {late}",
     ):
         assert words in parsed.text, words
@@ -221,7 +221,7 @@ def test_page_of_1024_ranks_is_bounded_and_a_part_too_large_says_so(late: Path) 
     wordy = msgspec.structs.replace(summary, verdict=verdict)
     data = page.render(large._replace(summary=wordy), late)
     assert len(data) <= page.MAX_BYTES
-    assert "The verdict would take 2" in Parsed(data).text
+    assert "The verdict takes 2" in Parsed(data).text
 
 
 def test_page_that_cannot_be_made_is_counted_and_nothing_else_is_missing(

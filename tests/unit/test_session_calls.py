@@ -198,7 +198,7 @@ MOMENTS: dict[str, tuple[Callable[[Cluster], Any], str | None, str | None]] = {
     "Ray was shut down": (shut_down, None, "its files are in /.*/s"),
     "folder is gone": (folder_gone, "'s' has ended, and its folder /.*/s is gone", "is gone"),
     "on another node": (elsewhere, FILES.replace("/s:", "/s on node m:"), "on node m"),
-    "another has its name": (replaced, "traceml-ray sessions --sessions /", "another one's by now"),
+    "another has its name": (replaced, "traceml-ray sessions --sessions /", "belongs to another session"),
 }
 """What has happened; why questions have no answer then, and why orders have none."""
 

@@ -96,7 +96,7 @@ def test_session_that_runs_but_cannot_be_attached_is_not_said_to_have_ended(tmp_
     ):
         query.ask_one(source.reply, query.Dump("asked"))
     held.release()
-    with pytest.raises(query.QueryError, match="Dump is for a session that runs; this one has ended"):
+    with pytest.raises(query.QueryError, match="Dump needs a running session; this one has ended"):
         query.ask_one(source.reply, query.Dump("asked"))
     source.close()
 

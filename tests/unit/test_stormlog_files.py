@@ -239,7 +239,7 @@ def test_last_line_that_is_being_written_is_left_out(tmp_path: Path, name: str) 
     path.write_bytes(path.read_bytes()[:-300])
     file = read_stormlog(path)
     assert [len(recording.t_ns) for recording in file.recordings] == [4]
-    assert "last line is not whole" in file.notes[0]
+    assert "last line is incomplete" in file.notes[0]
 
 
 def test_line_that_is_broken_in_the_middle_is_named(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_rate_is_of_the_newest_steps_and_the_line_of_each(job: Job) -> None:
             {},
             {"samples": None, "missing": {"samples": "no tensor"}},
             "samples",
-            "no tensor; traceml_ray.count",
+            "no tensor; set it with traceml_ray.count",
         ),
         ({}, {}, "mfu", "--flops"),
         ({"flops": 9}, {"silent": (1,)}, "mfu", "counted on 1 of 2 ranks"),
@@ -112,7 +112,12 @@ def test_rate_is_of_the_newest_steps_and_the_line_of_each(job: Job) -> None:
             "the peak of NVIDIA H200 in float64 is not known",
         ),
         ({"flops": 9, "device": "cpu", "dtype": "float32"}, {}, "mfu", "the peak of cpu in float32"),
-        ({"job_flops": 9, "device": "NVIDIA H200"}, {}, "mfu", "not known what the step is computed with"),
+        (
+            {"job_flops": 9, "device": "NVIDIA H200"},
+            {},
+            "mfu",
+            "the data type of the computation is not known",
+        ),
         ({"job_flops": 9}, {}, "mfu", "the ranks' devices are not known"),
     ],
 )

@@ -206,9 +206,9 @@ def test_place_of_the_token_is_named_where_a_cluster_wants_one(
     monkeypatch.setenv("HOME", str(tmp_path))
     assert _lacks_token() == ""  # it shows none
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    assert f"there is none in {tmp_path}/.ray/auth_token" in _lacks_token()
+    assert f"{tmp_path}/.ray/auth_token has none" in _lacks_token()
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/no/such")
-    assert "there is none in /no/such (RAY_AUTH_TOKEN_PATH)" in _lacks_token()
+    assert "/no/such (RAY_AUTH_TOKEN_PATH) has none" in _lacks_token()
     monkeypatch.setenv("RAY_AUTH_TOKEN", "t")
     assert _lacks_token() == "" and find_token(os.environ) == ("t", "RAY_AUTH_TOKEN")
 

@@ -215,7 +215,7 @@ class StepCapture:
         self._on_since = self._on_since or now
         if now - self._on_since > self.wanted.record_s:
             limit = duration(self.wanted.record_s)
-            self.end("failed", f"its steps took longer than {limit}, and what is recorded takes memory")
+            self.end("failed", f"its steps took longer than {limit}, and a recording uses memory")
             self._recorder.new_iterator()
 
     def _disarm(self) -> None:

@@ -118,7 +118,7 @@ class CudaApi:
         if elapsed is None or not 0 <= elapsed < _CHECK_S * 1e9:
             raise CudaError(f"{elapsed} ns between two events recorded one after the other")
         if self.capturing() not in (True, False) or not isinstance(self._raw_stream(self._index), int):
-            raise CudaError("torch does not say what stream is current")
+            raise CudaError("torch does not report the current stream")
         if self._active() != self._contexts:
             raise CudaError(f"contexts on devices {self._active()}, before that {self._contexts}")
 

@@ -28,10 +28,10 @@ TENSOR = (
     "Tensor-parallel collectives run inside forward and backward, so waiting cannot be separated from work "
     f"there: {_ONLY}"
 )
-_NO_REPLICA = "Each of these ranks has a part of the model of its own, and no other rank does the same work"
+_NO_REPLICA = "Each of these ranks holds another part of the model, and no other rank does the same work"
 HIDDEN = (
-    "Ranks take turns in being late, and wait for each other inside forward and backward. Their sums do not "
-    f"show whether a rank's lateness adds to that of another or is hidden behind it: {_ONLY}"
+    "Ranks are late in turn, and wait for each other inside forward and backward. Rows do not show whether "
+    f"the lateness of one rank adds to that of another or is hidden behind it: {_ONLY}"
 )
 ON_DEVICE = (
     "Ranks wait for each other in {} on the device, and the clock of these rows does not include such waits: "
@@ -40,8 +40,8 @@ ON_DEVICE = (
 NO_SYNC = f"These ranks do not exchange gradients, so they do not wait for each other: {_ONLY}"
 
 HOST_VARIES = (
-    "Host-bound: the devices wait for their hosts, and one of the hosts is always last. What its stages take "
-    f"varies too much to say that it is slower than the others: {_ONLY}"
+    "Host-bound: the devices wait for their hosts, and one of the hosts is always last. The time of its "
+    f"stages varies too much to say that it is slower than the others: {_ONLY}"
 )
 LEADS_UNKNOWN = (
     "A rank is late on its device, but it is not known how far the hosts were ahead of their devices. Its "
@@ -62,7 +62,7 @@ def missing_ranks(window: Window) -> str:
 
 def not_aligned(steps: int, gaps: int) -> str:
     if not steps:
-        return "There is no step yet that every rank has reported."
+        return "No step has been reported by every rank yet."
     return (
         f"Only {steps:,} of {text.count(steps + gaps, 'step')} came from every rank: the rows do not line up."
     )

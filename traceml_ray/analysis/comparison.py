@@ -485,7 +485,7 @@ def _incomparable(name: str, a: StepSample, b: StepSample) -> str:
     for flag, merged in _MERGED.items():
         if name in merged and (a.flags ^ b.flags) & flag:
             lacks = "A" if a.flags & flag else "B"
-            return f"in {lacks} {' and '.join(merged)} are not told apart"
+            return f"in {lacks} {' and '.join(merged)} cannot be separated"
     return ""
 
 

@@ -80,8 +80,8 @@ LABELS: dict[Label, Meaning] = {
         "Look at which ranks report and what was dropped: Health in the web app and in `top`, the ledger of "
         "a report.", at_once=True),
     "hang": Meaning("failure", "ranks",
-        "No rank has closed a step for 20 s. The rank that is least far, or does not answer, is named, "
-        "with its stack and what the others wait in.",
+        "No rank has closed a step for 20 s. The least advanced rank, or one that does not answer, is named, "
+        "with its stack and the call that the others wait in.",
         "Look at the rank that is named; without one, at the network.", at_once=True),
     "stalled": Meaning("failure", "ranks",
         "As `hang`, but the rank is busy in a known span between two steps, which is named.",
@@ -93,8 +93,8 @@ LABELS: dict[Label, Meaning] = {
         "A rank died because memory ran out.",
         "Use a smaller batch or activation checkpointing.", at_once=True),
     "watching": Meaning("watching", "ranks",
-        "Something is late or slower, but is not named yet: who, since when, what it has cost so far, and "
-        "which condition is not met yet, in numbers.",
+        "Something is late or slower, but is not named yet. The verdict states who, since when, the cost so "
+        "far, and the missing condition in numbers.",
         "Wait: it is named once it has lasted and cost enough, or it passes."),
     "healthy": Meaning("healthy", "none",
         "No rank delays the others.",

@@ -417,9 +417,9 @@ def _of_levels(late_ns: float, least_ns: float, steps: int) -> str:
     """
     stays = "the work of the ranks stays at different levels for some steps"
     if math.isinf(least_ns):
-        return f"{stays}: {steps:,} steps are known; {LOUD_STEPS} are needed to tell a late rank from these"
+        return f"{stays}: {steps:,} steps are known; {LOUD_STEPS} are needed to distinguish a late rank"
     late, least = text.unit(late_ns / 1e6, "ms"), text.unit(least_ns / 1e6, "ms")
-    return f"{stays}: it is late by {late}; more than {least} would exceed them"
+    return f"{stays}: it is late by {late}; more than {least} is needed"
 
 
 def in_words(z: float, least: float) -> str:

@@ -153,10 +153,10 @@ _NEXT = {
     "it on all of them in the same step.",
     "experts": "Even out the load of the experts: an auxiliary loss, a capacity factor, another placement.",
     "pauses": "Collect garbage on all ranks in the same step: `gc.freeze()` once the model is built, "
-    "`gc.disable()`, and `gc.collect()` every so many steps. Then look for other processes on the nodes.",
+    "`gc.disable()`, and `gc.collect()` every N steps. Then look for other processes on the nodes.",
     "other": "Look at what varies besides the sizes of batches: branches in the model, recomputation, other "
     "processes on the nodes.",
-    "unknown": "Tell the monitor the sizes of batches (`traceml_ray.count(samples=…, tokens=…)`): most often "
+    "unknown": "Give the monitor the sizes of batches (`traceml_ray.count(samples=…, tokens=…)`): most often "
     "they are the reason.",
 }  # fmt: skip
 
@@ -230,7 +230,7 @@ def _with_more_work(verdict: Verdict, window: Window, find: Find) -> Verdict:
     their = "Its" if len(verdict.ranks) == 1 else "Their"
     why = (
         f"{verdict.why} {their} batches have {text.number(reason.times or 0)} times as many {reason.what} as "
-        f"those of the others, which explains {text.share(reason.share or 0)} of what takes longer."
+        f"those of the others, which explains {text.share(reason.share or 0)} of the additional time."
     )
     most = (reason.share or 0) >= _HOLDS
     advice = f"{_NEXT[reason.what]} Then: {verdict.next}" if most else f"{verdict.next} {_NEXT[reason.what]}"
@@ -267,7 +267,7 @@ def _why(reason: Reason, loads: Sequence[ExpertLoad]) -> str:
     elif reason.what == "between_steps":
         why = f"The work between two steps makes up {share} of the differences{over}."
     elif reason.what == "experts":
-        why = f"The experts have unevenly many tokens: {sentence(loads[0])}." if loads else ""
+        why = f"Tokens are uneven between experts: {sentence(loads[0])}." if loads else ""
     elif reason.what == "pauses":
         few = text.share(FEW)
         why = f"Pauses now and then: {few} of the ranks' steps make up {share} of the differences{over}."
@@ -290,13 +290,12 @@ def _in_part(reason: Reason) -> str:
 def _lacking(reason: Reason) -> str:
     """Say that batch sizes are not known."""
     if reason.what == "unknown" and reason.sizes_known:
-        return f" The sizes of batches may explain them: too few were seen to tell ({reason.steps:,} steps)."
+        return f" The sizes of batches may explain them, but too few are known ({reason.steps:,} steps)."
     if reason.sizes_known:
         return ""
     whose = f" of {text.ranks(reason.unknown_ranks)}" if reason.unknown_ranks else ""
     return (
-        " Whether the sizes of batches explain them is not known: "
-        f"those{whose} are not known of enough steps."
+        f" Whether the sizes of batches explain them is not known: sizes{whose} are known for too few steps."
     )
 
 

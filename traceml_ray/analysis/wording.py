@@ -30,7 +30,7 @@ from traceml_ray.stages import (
 
 _NAMED = 8
 """Largest number of nodes that are listed; further ones are counted."""
-_DEVICE = "the device (clocks, temperature, what else uses it)"
+_DEVICE = "the device (clocks, temperature, other processes on it)"
 _LOOK = {
     "post_sync": ("the work between two steps: optimizer, logging, checkpoint, evaluation",),
     "data": ("the DataLoader workers", "the node's disk"),
@@ -177,7 +177,7 @@ def _idle(evidence: Evidence) -> str:
     share = idle / np.maximum(known, 1)
     most = int(np.argmax(share))
     return (
-        f" Host-bound: GPUs wait for their hosts; that of rank {int(evidence.window.ranks[most])} "
+        f" Host-bound: GPUs wait for their hosts. The GPU of rank {int(evidence.window.ranks[most])} "
         f"waits most, {text.share(float(share[most]))} of its time."
     )
 

@@ -112,9 +112,7 @@ def _chosen(sources: Sequence[Source], arguments: argparse.Namespace) -> Sequenc
     ]
     if not chosen:
         traced_ranks = text.ranks(source.rank for source in sources if source.rank is not None)
-        raise ViewError(
-            f"there is no trace of --ranks {arguments.ranks[:40]}: there are those of {traced_ranks}"
-        )
+        raise ViewError(f"no trace of --ranks {arguments.ranks[:40]}: there are traces of {traced_ranks}")
     return chosen
 
 
@@ -135,7 +133,7 @@ def _stored(folder: Path, name: str | None) -> StoredProfile:
     available = (
         text.listed([stored.profile.id for stored in there[-5:]]) or "none; `traceml-ray profile` makes one"
     )
-    raise ViewError(f"no profile {name or ''!s} in {folder}: there is {available}".replace("  ", " "))
+    raise ViewError(f"no profile {name or ''!s} in {folder}; profiles there: {available}".replace("  ", " "))
 
 
 def _print_views(sources: Sequence[Source], profile: Profile | None, arguments: argparse.Namespace) -> None:

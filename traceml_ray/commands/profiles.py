@@ -100,16 +100,16 @@ def _number(given: str) -> int:
 def _contradiction(arguments: argparse.Namespace) -> str | None:
     """Return what is wrong with options that contradict each other. None: nothing is wrong."""
     if arguments.stage and not arguments.diff:
-        return f"--stage {arguments.stage} goes with --diff, as in --diff 5,median --stage {arguments.stage}"
+        return f"--stage {arguments.stage} needs --diff, as in --diff 5,median --stage {arguments.stage}"
     alone = [f"--{name}" for name in ("list", "remove") if getattr(arguments, name)]
     if len(alone) > 1 or (alone and _views(arguments)):
-        return f"{alone[0]} goes with no option that shows or removes a profile"
+        return f"{alone[0]} cannot be combined with an option that shows or removes a profile"
     records = _records(arguments)
     there = "merge" if arguments.files else "--id" if arguments.id else None
     if records and (alone or there):
-        return f"{records[0]} records a new profile, {(*alone, there)[0]} is for those that are there"
+        return f"{records[0]} records a new profile, {(*alone, there)[0]} is for existing ones"
     if records == ["--run"] and _views(arguments):
-        return "--run is of a profile that is made: add --steps for that, or name one that is there with --id"
+        return "--run is for recording a profile: add --steps, or name an existing profile with --id"
     return None
 
 

@@ -68,7 +68,7 @@ def compare_options(command: argparse.ArgumentParser) -> None:
     which.add_wait(command)
     for letter in "abcdefgh":
         shown = f"run of {letter.upper()} (default: the newest)"
-        also = "; --run-c to --run-h likewise" if letter == "b" else ""
+        also = "; the same for --run-c to --run-h" if letter == "b" else ""
         about = shown + also if letter in "ab" else argparse.SUPPRESS
         command.add_argument(f"--run-{letter}", metavar="RUN", help=about)
     kind = command.add_mutually_exclusive_group()

@@ -67,7 +67,7 @@ def sessions(arguments: argparse.Namespace) -> int:
 
     limits = arguments.older_than, arguments.keep
     if not arguments.prune and (arguments.yes or limits != (None, None)):
-        return _refused("--older-than, --keep and --yes are of --prune")
+        return _refused("--older-than, --keep and --yes need --prune")
     if arguments.prune and limits == (None, None):
         return _refused("--prune needs --older-than or --keep (or both)")
     out = Settings.load(out=arguments.out).out

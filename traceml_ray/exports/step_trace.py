@@ -139,7 +139,7 @@ class _Lines:
         notes = ["Ranks are placed so that they leave each exchange together; clocks are not compared."]
         alone = [line.rank for line in self.by_rank.values() if line.alone]
         if alone:
-            notes.append(f"Ranks {alone} have no step in common with others: placed by when their rows came.")
+            notes.append(f"Ranks {alone} share no step with others: placed by the arrival of their rows.")
         return notes
 
 

@@ -402,8 +402,8 @@ def _beside(path: Path, name: str, kind: type[_T]) -> _T:
 
 
 SUFFIXES = frozenset({".json", ".jsonl", ".csv"})
-_NOTHING = "there are no samples of memory in it"
-_CUT = "its last line is not whole and left out"
+_NOTHING = "it has no memory samples"
+_CUT = "its last line is incomplete and left out"
 _TEXT = frozenset({"event_type", "collector", "host", "session_id", "job_id", "backend", "context"})
 _COUNTERS = (
     "allocator_allocated_bytes",

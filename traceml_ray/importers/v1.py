@@ -169,7 +169,7 @@ class Senders:
         if type(version) is not int or version != 1:
             raise WireError("wrong_version", f"message has {str(version)[:40]}, a map is of 1")
         if not {"rank", "sampler", "tables"} <= message.keys():
-            raise WireError("malformed", "rank, sampler or tables is not there")
+            raise WireError("malformed", "rank, sampler or tables is missing")
         rank, _ = _as(message["rank"], Rank), _as(message["sampler"], str)
         tables = {
             name: _as(table, list[msgspec.Raw]) for name, table in _as(message["tables"], _Fields).items()
@@ -228,7 +228,7 @@ def _steps(table: list[msgspec.Raw], sender: _Sender) -> list[_Row]:
 def _step(fields: _Fields, sender: _Sender) -> _Row:
     sender.ignore("field of a step", fields.keys() - _KNOWN_OF_STEP)
     if not {"step", "events"} <= fields.keys():
-        raise WireError("malformed", "step or events is not there")
+        raise WireError("malformed", "step or events is missing")
     step: int = _as(fields["step"], _Step)
     events = _as(fields["events"], _Fields)
     sender.ignore("event", events.keys() - {*_STAGES, _WHOLE})

@@ -41,7 +41,7 @@ def page_of_table(columns: Mapping[str, Sequence[Any]], rows: int, about: str = 
     shown = range(min(rows, _SHOWN))
     made = [_column(name, values) for name, values in columns.items()]
     left = f" {text.count(len(shown), 'row')} of {rows:,} shown." if rows > len(shown) else ""
-    note = f"{about or text.count(rows, 'row')}.{left} .to_pandas() has all of it."
+    note = f"{about or text.count(rows, 'row')}.{left} .to_pandas() has all rows."
     return _page(grid(Table(note, made, shown)), tag("p", note, cls="hint"))
 
 

@@ -109,7 +109,7 @@ def _change(ask: Ask, run: str | None) -> Figure:
         parts = ask(asked)
         if parts.before.stages and parts.since.stages:
             return figures.waterfall(parts.before.stages, parts.since.stages)
-    return figures.blank("Nothing has changed that the verdict names.")
+    return figures.blank("The verdict names no change.")
 
 
 def _memory(ask: Ask, run: str | None) -> Figure:
@@ -156,7 +156,7 @@ PLOTS: Mapping[str, tuple[str, Callable[[Ask, str | None], Figure]]] = {
 def figure_of(ask: Ask, name: str, run: str | None, session: str) -> Any:
     """Return the figure `name`. Raises ValueError, ImportError."""
     if name not in PLOTS:
-        raise ValueError(f"there is no plot {str(name)[:40]!r}; there are: {', '.join(PLOTS)}")
+        raise ValueError(f"no plot is called {str(name)[:40]!r}; plots: {', '.join(PLOTS)}")
     try:
         from plotly import graph_objects
     except ImportError as error:

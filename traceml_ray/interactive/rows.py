@@ -29,7 +29,7 @@ class RowList(list[T]):
     def __getattr__(self, name: str) -> Array:
         kinds = _kinds(self.__dict__["_kind"]) if "_kind" in self.__dict__ else {}
         if name not in kinds:
-            raise AttributeError(f"rows have no field {name!r}; there are: {', '.join(kinds) or 'none'}")
+            raise AttributeError(f"rows have no field {name!r}; fields: {', '.join(kinds) or 'none'}")
         return frames.array(self._values(name), kinds[name])
 
     def __dir__(self) -> list[str]:

@@ -54,7 +54,7 @@ class StepTable:
     def __getattr__(self, name: str) -> Array:
         column = self._column(name)
         if column is None:
-            raise AttributeError(f"steps have no column {name!r}; there are: {', '.join(self.columns)}")
+            raise AttributeError(f"steps have no column {name!r}; columns: {', '.join(self.columns)}")
         return column
 
     def _column(self, name: str) -> Array | None:

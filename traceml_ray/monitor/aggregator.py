@@ -75,11 +75,11 @@ class Snapshots:
         Raises QueryError for any other name, and for a file that is not there (yet, or any more).
         """
         if name not in REPORTS and name not in {path.name for path in self._copies()}:
-            raise QueryError(f"there is no file called {name!r} to be read")
+            raise QueryError(f"no file called {name!r} can be read")
         try:
             return read_part(self._folder / name, offset, n)
         except FileNotFoundError:
-            raise QueryError(f"there is no {name} at present: reports are written at the end") from None
+            raise QueryError(f"no {name} yet: reports are written at the end") from None
 
     def remove(self, name: str | None = None) -> None:
         """Remove the copy called `name`. None: remove all copies."""

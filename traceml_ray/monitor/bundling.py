@@ -331,7 +331,7 @@ class Bundling:
         incidents = self.incidents
         if not self.settings.bundles and incidents.failure(request) is None:
             self.errors.count("no bundle: bundles=0")
-            incidents.fail(request, "this session keeps none (bundles=0)")
+            incidents.fail(request, "this session keeps no bundles (bundles=0)")
         if incidents.failure(request) is None:
             incidents.note(BundleCause("request", self.clock(), "it was requested.", request=request))
         return incidents.failure(request)

@@ -164,7 +164,7 @@ def to_come(asked: wire.ProfileRequest, run: RunNow) -> list[int]:
 
 
 def _absence(rank: int, run: RunNow) -> str:
-    return "it has not reported so far" if rank < run.world else "there is no such rank"
+    return "it has not reported so far" if rank < run.world else "no such rank"
 
 
 def _rank(rank: int, run: RunNow) -> AskedRank:
@@ -523,7 +523,7 @@ class CaptureCoordinator:
             traceml_ray=__version__,
         )
         if run is None:
-            profile.error = "no run goes on" if asked.run is None else f"no run {asked.run!r} goes on"
+            profile.error = "no run is active" if asked.run is None else f"run {asked.run!r} is not active"
         ranks = {} if run is None else asked_ranks(profile, asked, run)
         profile.ranks = [rank.about for rank in ranks.values()]
         process_ids = {rank.process_id: rank for rank in ranks.values() if rank.process_id}
@@ -584,7 +584,7 @@ class CaptureCoordinator:
                 continue
             process = run.ranks.get(about.rank)
             if process is None or process.process_id != rank.process_id or process.ended:
-                self._end_unless_it_comes(rank, "it ended before its trace was there")
+                self._end_unless_it_comes(rank, "it ended before its trace was written")
             elif not rank.heard and quiet_s > ANSWER_S:
                 rank.end("refused", f"it has not answered within {ANSWER_S:g} s")
             elif about.state in ("armed", "recording") and quiet_s > limit_s + ANSWER_S:
@@ -592,7 +592,7 @@ class CaptureCoordinator:
             elif about.state == "sending" and quiet_s > SEND_S:
                 _, waiting, _ = self._files.there(now.profile.id, now.number, about.file or "")
                 slow = "its trace could not be kept: the disk takes too long"
-                rank.end("failed", slow if waiting else "the rest of its trace has not come")
+                rank.end("failed", slow if waiting else "the rest of its trace has not arrived")
 
     def _end_with_run(self, now: _Capture) -> None:
         """Give up the ranks of a run that is over, except for traces that still arrive."""

@@ -207,7 +207,7 @@ class Endings:
             missing, names = self._missing_nodes()
             ended = now if meta.get("ending", {}).get("missing") else meta.get("ended_at", now)
             if missing and not end.written:
-                text = f"the files were written without {names}, not yet at the end then"
+                text = f"the files were written without {names}, still running then"
                 self.writer.add_event(wire.Event("note", now, message=text))
             self._close_account(list(self.writer.processes.values()))
             code = _exit_code(list(meta["left"].values()))

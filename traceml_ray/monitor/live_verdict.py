@@ -503,7 +503,7 @@ class LiveJudge:
         """Start judging the processes of another attempt or restart, with the run's baseline."""
         before = self._saved.baseline(run)
         if before is not None and state.which is not None:
-            again = ", before its ranks began anew" if state.which[0] == which[0] else ""
+            again = ", before its ranks restarted" if state.which[0] == which[0] else ""
             before = before.elsewhere(f"attempt {state.which[0]}{again}")
         state.judge, state.reason = RunJudge(self._limits, baseline=before), None
         # An earlier aggregator may already have run before the first generation that this one judges.

@@ -145,7 +145,7 @@ class OfflineEnd:
             return msgspec.json.decode(line, type=ready(Reply))
         except msgspec.DecodeError:
             code = self._process.returncode
-            return Reply(f"the process that was to do it ended with exit code {code}")
+            return Reply(f"the process that finishes the session ended with exit code {code}")
 
     def _send(self, line: bytes) -> None:
         assert self._process.stdin is not None

@@ -91,7 +91,7 @@ class LayerRequests:
                 command = wire.LayersCommand(id=asked, run=run.run, steps=request.steps)
                 self._sent.append((wire.Command("layers", msgspec.structs.asdict(command)), now))
             elif now - since > WAIT_S:
-                self._errors.count("layers: no such run goes on")
+                self._errors.count("layers: no such run is active")
             else:
                 waiting.append((request, asked, since))
         self._waiting = waiting
@@ -291,7 +291,7 @@ class Profiling:
         that hangs.
         """
         try:
-            over = self._captures.stop("the session was over before its trace was there")
+            over = self._captures.stop("the session ended before its trace had arrived")
             self.commands = []
             if over is not None:
                 self._files.do(partial(self._finish, over))

@@ -200,7 +200,7 @@ class RankConnections:
         cred = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
         pid, uid, _ = _PEERCRED.unpack(cred)
         if uid != os.getuid():
-            self.errors.note("socket", PermissionError(f"uid {uid} is not let in"))
+            self.errors.note("socket", PermissionError(f"uid {uid} is not allowed"))
             sock.close()
             return
         peer = RankConnection(pid, sock)

@@ -100,7 +100,7 @@ def _lacks_token() -> str:
     if token or not _uses_token() or _TOKEN_OF_KUBERNETES in os.environ:
         return ""
     unset = "RAY_AUTH_TOKEN is not set"
-    return f"RAY_AUTH_MODE=token, but there is no token: {unset}, and there is none in {source}"
+    return f"RAY_AUTH_MODE=token, but no token was found: {unset}, and {source} has none"
 
 
 def _refusal(address: str) -> str:
@@ -116,7 +116,7 @@ def _refusal(address: str) -> str:
         client(address=address).check_alive([], timeout=_TRY_S)
     except refused:
         if not _uses_token():
-            return f"the Ray cluster at {address} wants a token: {_GIVE_TOKEN}"
+            return f"the Ray cluster at {address} requires a token: {_GIVE_TOKEN}"
         return f"the Ray cluster at {address} refuses the token of {find_token(os.environ)[1]}: {_GIVE_TOKEN}"
     except Exception:  # what else is wrong, `ray.init` reports
         pass

@@ -152,7 +152,7 @@ def to_json(entries: Analysis) -> str:
 def _nothing(given: Sequence[object], refused: Sequence[Refused]) -> str:
     """Return why there is nothing to analyze."""
     if not refused:
-        return f"there are no samples of memory in {text.listed([*map(str, given)]) or 'no file at all'}"
+        return f"no memory samples in {text.listed([*map(str, given)]) or 'no file at all'}"
     more = f" (and {len(refused) - 1:,} more files that cannot be used)" if len(refused) > 1 else ""
     return f"{refused[0]}{more}"
 
@@ -160,7 +160,7 @@ def _nothing(given: Sequence[object], refused: Sequence[Refused]) -> str:
 def _passed_over(gathered: Gathered) -> list[str]:
     """Return a note on files that have no memory data."""
     names = text.listed([path.name for path in gathered.passed_over])
-    return [f"Skipped, because they have no samples of memory: {names}."] if names else []
+    return [f"Skipped, because they have no memory samples: {names}."] if names else []
 
 
 def _source(source: FileRead) -> AnalyzedFile:

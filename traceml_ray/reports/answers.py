@@ -126,7 +126,7 @@ class Answers:
                     f"file of the session is read, in {self.folder}"
                 )
             raise QueryError(
-                f"{name} is for a session that runs; this one has ended, its files are in {self.folder}"
+                f"{name} needs a running session; this one has ended, its files are in {self.folder}"
             )
         if isinstance(request, OfRun):
             request = msgspec.structs.replace(request, run=self._run(request.run))

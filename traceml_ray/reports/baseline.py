@@ -25,8 +25,8 @@ def checked(settings: Settings) -> Settings:
     folder = _folder(settings)
     if settings.session and folder == (_out(settings) / settings.session).absolute():
         raise SettingError(
-            f"baseline={settings.baseline!r} has the name of the session that is to begin, which moves it "
-            "aside: choose another name for this one"
+            f"baseline={settings.baseline!r} is also the name of the new session, which would move it aside: "
+            "choose another name for the new session"
         )
     given(settings)
     return msgspec.structs.replace(settings, baseline=str(folder))

@@ -387,9 +387,9 @@ def _cannot(a: Known, b: Known, changes: Sequence[NumberChange]) -> list[str]:
             by_reason.setdefault(change.why, []).append(change.what)
     reasons = [f"{text.listed(names)}: {why}" for why, names in by_reason.items()]
     if not any(side.memory[what] for side in (a, b) for what in _MEMORY):
-        reasons.append("memory: neither has samples of it")
+        reasons.append("memory: neither session has samples")
     elif not any(a.memory[what] or b.memory[what] for what in [*_MEMORY][1:]):
-        reasons.append("memory of devices: neither has one")
+        reasons.append("memory of devices: neither session used a device")
     if a.sample.ranks != b.sample.ranks:
         reasons.append(f"rank by rank: A has {_ranks(a)}, B {_ranks(b)}")
     return reasons
@@ -427,8 +427,8 @@ def _notes_of(name: str, known_side: Known) -> list[str]:
         notes.append(f"{name} is {known_side.side.status}.")
     if known_side.sample.per > 1:
         notes.append(
-            f"{name} has more steps than are kept one by one: {known_side.sample.columns:,} means over "
-            f"{known_side.sample.per:,} steps each are compared, and its median and p95 are of these."
+            f"{name} has too many steps to compare each: {known_side.sample.columns:,} means over "
+            f"{known_side.sample.per:,} steps each are compared. Its median and p95 are those of the means."
         )
     return notes
 

@@ -111,7 +111,7 @@ def findings_table(findings: Sequence[Finding]) -> Table:
     verdict_key = next((one.key for one in findings if one.signal == "steps"), None)
     shown = [one for one in findings if one.key != verdict_key]
     return Table(
-        "Findings beside the verdict", FINDINGS, shown, empty="Nothing was found beside the verdict."
+        "Findings besides the verdict", FINDINGS, shown, empty="Nothing was found besides the verdict."
     )
 
 
@@ -215,7 +215,7 @@ def _idle(steps: StepStatistics) -> str:
         return ""
     most, middle = max(idle, key=lambda rank: idle[rank]), sorted(idle.values())[(len(idle) - 1) // 2]
     return (
-        f"that of rank {most} waits for its host {text.percent(idle[most])} of the time; median "
+        f"rank {most}'s waits for its host {text.percent(idle[most])} of the time; median "
         f"{text.percent(middle)}"
     )
 
@@ -388,7 +388,7 @@ def roles_table(summary: Summary) -> Table:
         Column("", lambda one: members.get(one.role, []), "ranks"),
         Column("bubble", lambda one: one.bubble, "share"),
     ]
-    title = "Roles (bubble: the share of their time in which ranks wait for those of other roles)"
+    title = "Roles (bubble: share of the time in which ranks wait for other roles)"
     return Table(title, columns, summary.roles)
 
 

@@ -277,7 +277,7 @@ def _environment(chart_data: ChartData) -> Iterator[Section]:
     yield Section(blocks=[run], title="How it was run", half=True)
     names = [Column("setting", lambda item: item[0]), Column("value", lambda item: item[1])]
     settings = [*chart_data.settings.items()][:_MAX_SETTINGS]
-    yield Section(blocks=[Table("Settings that are not as by default", names, settings)], half=True)
+    yield Section(blocks=[Table("Settings that differ from the defaults", names, settings)], half=True)
     columns = [Column("name", lambda item: item[0]), names[1]]
     columns.append(Column("ranks", lambda item: text.ranks(item[2])))
     rows = [
@@ -296,7 +296,7 @@ def more(folder: Path) -> Section:
         kept = f"The newest of its {count:,} bundles of incidents"
     commands = {
         "Each step, rank and node in the web app, on the machine that has the session:": ["dashboard {}"],
-        "This page anew, or all of it as data:": ["report {} --html", "report {} --json"],
+        "This page again, or all its data:": ["report {} --html", "report {} --json"],
     }
     blocks = [Lines(f"{kept}, in {folder}:", [("", name) for name in newest])] if newest else []
     blocks += [

@@ -191,8 +191,8 @@ def _closed(processes: Sequence[RankProcess]) -> str:
         return ""
     rank = min(closed)
     step, _, why = closed[rank].partition(": ")
-    others = f", and later or then that of {text.count(len(closed) - 1, 'other rank')}" * (len(closed) > 1)
+    others = f", those of {text.count(len(closed) - 1, 'other rank')} then or later" * (len(closed) > 1)
     return (
-        f"rank {rank}'s device clock closed at step {step}{others}: {why}. Steps from there on are not on "
-        "the device's clock, so they are not compared with those that are"
+        f"rank {rank}'s device clock closed at step {step}{others}: {why}. Later steps are not on the "
+        "device's clock, so they are not compared with earlier ones"
     )

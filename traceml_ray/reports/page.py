@@ -74,7 +74,7 @@ def _render(chart_data: ChartData, folder: Path) -> bytes:
     for name, part in _parts(chart_data, folder):
         size = len(part.encode())
         if size > room:
-            left = f"{name} would take {text.size(size)}, for which there is no room here: see summary.json."
+            left = f"{name} takes {text.size(size)}, too much for this page: see summary.json."
             part, size = tag("p", left, cls="panel wide"), 0
         parts.append(part)
         room -= size
@@ -134,7 +134,7 @@ def _digest(asset: Markup) -> str:
 
 def _foot() -> Markup:
     zone = tag("span", "UTC", cls="zone-name")
-    words = ". Colours and words as in the web app; what is not known is n/a, never 0."
+    words = ". Colours and terms as in the web app; n/a: not known."
     about = f"traceml-ray {__version__}. Times without a timezone are in ", zone, words
     return tag("footer", tag("p", *about), tag("script", _asset("report.js")))
 

@@ -217,7 +217,7 @@ def difference_tables(difference: Difference, top: int) -> list[Table]:
     )
     stage = f", `{difference.stage}` alone" if difference.stage else ""
     titles = {
-        f"Rank {difference.rank} beside {than}, {per}{stage}:": difference.operations,
+        f"Rank {difference.rank} compared with {than}, {per}{stage}:": difference.operations,
         "Waiting for other ranks, or for a device (time that no work hides):": difference.waits,
     }
     return [

@@ -134,7 +134,7 @@ def _finding_metrics(run: RunState, findings: Sequence[Finding]) -> Iterator[Fam
             rank = next(iter(one.ranks), None)
             who = stage, rank, node or run.node_of(rank)
             first.setdefault((run.id, one.signal, one.label, one.severity, one.what, *who), one)
-    about = "1 for each of the first findings: of the verdict, and of what else was found in the run."
+    about = "1 for each of the first findings of the run, including those of the verdict."
     yield _gauge("finding", about, labels, [(values, 1.0) for values in first])
     costs = [(values, one.cost) for values, one in first.items() if one.cost]
     about = (

@@ -482,8 +482,8 @@ def _decode_request(
         except UNREADABLE:
             what = None
         raise QueryError(
-            f"this session is run by traceml-ray {__version__}, which does not know the question "
-            f"{str(what)[:40]!r} as traceml-ray {version[:40]!r} asks it: {error}"
+            f"this session runs traceml-ray {__version__}, which does not understand the question "
+            f"{str(what)[:40]!r} of traceml-ray {version[:40]!r}: {error}"
         ) from None
     return request
 

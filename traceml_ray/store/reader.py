@@ -55,7 +55,7 @@ def connect_to_read(path: Path) -> sqlite3.Connection:
         copy = _copies.of(path)
     except OSError as error:
         wrong = f"a copy cannot be made in {tempfile.gettempdir()}: {error.strerror}"
-        raise SessionFileError(f"{refused}; {wrong} (TMPDIR says where)") from error
+        raise SessionFileError(f"{refused}; {wrong} (TMPDIR sets the folder)") from error
     try:
         return connect(copy)
     except SessionFileError as error:
@@ -117,8 +117,8 @@ def _copy(path: Path) -> _Copy:
                     shutil.copyfile(_beside(path, suffix), _beside(copy, suffix))
             if _state(path) == before:
                 _log.warning(
-                    "traceml-ray: %s: a writer was killed in the middle of it, and it is read-only here: "
-                    "what is read is a repaired copy in %s", path, folder.name
+                    "traceml-ray: %s: a writer was killed while writing, and the file is read-only here: "
+                    "reading a repaired copy in %s", path, folder.name
                 )  # fmt: skip
                 return _Copy(folder, before, copy)
         raise SessionFileError(f"{path}: the session file changes while it is copied; try again later")

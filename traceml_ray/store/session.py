@@ -312,7 +312,7 @@ def _why_none(path: Path) -> str:
         return f"{path} is a file, not a session: give the name or folder of one, or its {DATABASE}"
     if names := _names(path):
         return f"{path} is a folder of sessions: choose one with --sessions {path} NAME; there: {names}"
-    return f"{path} is not a session: there is no {DATABASE} in it"
+    return f"{path} is not a session: it has no {DATABASE}"
 
 
 def why_unreadable(out: Path) -> str | None:
@@ -399,7 +399,9 @@ def no_sessions(out: Path) -> NoSessionError:
     """Return the error for a folder without sessions."""
     why = why_unreadable(out)
     where = f"{out} ({why})" if why else str(out)
-    return NoSessionError(f"no session under {where}; say where sessions are with --sessions or TRACEML_OUT")
+    return NoSessionError(
+        f"no session under {where}; name the folder of sessions with --sessions or TRACEML_OUT"
+    )
 
 
 def _lock_path(path: Path, again: bool) -> SessionFolder:

@@ -138,7 +138,7 @@ def rank_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneSect
     """Return everything about one rank."""
     row = next((row for row in snapshot.rows if row["rank"] == choice.rank), None)
     if row is None:
-        return [PaneSection(f"RANK {choice.rank}", lambda _: [Text("There is no rank of that number.")], 1)]
+        return [PaneSection(f"RANK {choice.rank}", lambda _: [Text("There is no rank with that number.")], 1)]
     facts = {
         "node": row["node"] or text.NA,
         "local rank": text.plain(row["local_rank"]),

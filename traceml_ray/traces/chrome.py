@@ -101,7 +101,7 @@ class ChromeTrace:
                 raise TraceError("it is not a trace of torch: it has too much besides its events")
         text.at_end()  # gzip verifies its checksum there
         if not has_events:
-            raise TraceError("it is not a trace: there is no traceEvents in it")
+            raise TraceError("it is not a trace: it has no traceEvents")
 
     def _listed(self, text: _Text, whole: bool) -> Iterator[dict[str, Any]]:
         """Yield the events of an array. Unless it must be `whole`, its end may be missing."""

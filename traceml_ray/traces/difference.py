@@ -157,8 +157,8 @@ def _windows(source: Source, trace: Trace, stage: str | None) -> tuple[Ints, int
         ]
         if not stage_intervals:
             raise RecordingError(
-                f"no whole `{stage}` of {source.label} was recorded: it needs the rows of these steps, and "
-                "more than one step where it begins before the step does"
+                f"no complete `{stage}` of {source.label} was recorded: that needs the rows of these steps, "
+                "and more than one step if the stage begins before the step"
             )
         bounds = [(interval.begin_ns, interval.end_ns) for interval in stage_intervals]
     elif source.steps:

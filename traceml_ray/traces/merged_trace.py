@@ -373,9 +373,9 @@ def _clock_notes(sources: Sequence[Source]) -> Iterator[str]:
     """Yield what a reader must know about clocks if there are several traces."""
     unknown = [source.label for source in sources if source.clock_offset_ns is None]
     if len(sources) > 1 and len(unknown) == len(sources):
-        yield "Times are as the clock of each node had them: by how much these differ was not measured."
+        yield "Times are by the clock of each node. How far the clocks differ was not measured."
     elif len(sources) > 1 and unknown:
-        yield f"By how much the clock of {text.listed(unknown)} is off was not measured."
+        yield f"How far the clock of {text.listed(unknown)} is off was not measured."
 
 
 def _processes(trace: Trace) -> tuple[str, frozenset[str]]:

@@ -99,8 +99,8 @@ def sources_of_files(paths: Sequence[Path]) -> list[Source]:
     for source in sources:
         if source.rank is not None and (other := taken.setdefault(source.rank, source.path)) != source.path:
             raise TraceError(
-                f"{other} and {source.path} are both of rank {source.rank}: merge one of each rank, of the "
-                "same time"
+                f"{other} and {source.path} are both of rank {source.rank}: merge one trace of each "
+                "rank, from the same time"
             )
     return sorted(sources, key=lambda source: (source.rank is None, source.rank or 0))
 

@@ -334,7 +334,7 @@ class SessionPoll:
             return self.newest
         run_id = next((run.id for run in reversed(self.runs) if named in (run.id, run.name)), None)
         if run_id is None:
-            raise QueryError(f"there is none of that name in session {self.source.target!r}")
+            raise QueryError(f"no run has that name in session {self.source.target!r}")
         now = self.timer()
         if run_id not in self._polled:
             self._follow(run_id, now)

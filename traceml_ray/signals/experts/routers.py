@@ -120,4 +120,4 @@ def _chosen(output: Any) -> Any:
     for item in output if isinstance(output, (tuple, list)) else (output,):
         if isinstance(item, torch.Tensor) and not (item.is_floating_point() or item.dtype == torch.bool):
             return item
-    raise TypeError("the router returns no tensor of integers: say which experts it chose (chosen=…)")
+    raise TypeError("the router returns no tensor of integers: pass the chosen experts (chosen=…)")

@@ -215,15 +215,15 @@ def _onset(together: list[_Grower], alike: Mapping[int, _Grower | None], expecte
     others = [*together[1:], *alike.values()]
     known = [first.error_ns(other) for other in others if other is not None]
     bound = max(known) if len(known) == len(others) else None
-    within = "" if bound is None else f" to within {text.duration(bound / 1e9)}"
+    within = "" if bound is None else f": {text.duration(bound / 1e9)}"
     return CollectiveOnset(
         at_ns=first.at_ns,
         bound_ns=bound,
         ranks=ranks,
         delta_bytes=round(most.delta),
         counter=most.counter,
-        why=f"{what[0].upper()}{what[1:]} of {who} grew at the same time{within}, as far as their clocks and "
-        f"samples can tell, by up to {text.size(most.delta)}: no rank is the cause.",
+        why=f"{what[0].upper()}{what[1:]} of {who} grew at the same time (within the error of clocks and "
+        f"samples{within}), by up to {text.size(most.delta)}: no rank is the cause.",
     )
 
 
@@ -316,19 +316,19 @@ def _why_first(
     seen = f" ({text.count(unseen, 'rank')} not observed then)" if unseen else ""
     if lead is None or error is None:
         if grown > 1:
-            return f"{who} grew first: {what}; the others grew after they had started{seen}."
-        others = f"that of {text.ranks(near)} by half of it at least" if near else "that of no other rank"
-        return f"{who} grew {'most' if near else 'alone'}: {what}, {others}{seen}."
+            return f"{who} grew first: {what}; the others grew from their own start on{seen}."
+        others = f"{text.ranks(near)} grew by at least half as much" if near else "no other rank grew"
+        return f"{who} grew {'most' if near else 'alone'}: {what}; {others}{seen}."
     return (
-        f"{who} grew first: {what}, {text.duration(lead / 1e9)} before any other rank, where clocks and "
-        f"samples are good to {text.duration(error / 1e9)}{seen}."
+        f"{who} grew first: {what}, {text.duration(lead / 1e9)} before any other rank (error of clocks "
+        f"and samples: {text.duration(error / 1e9)}){seen}."
     )
 
 
 _CLASSES: tuple[AttributionKind, ...] = ("collective_confident", "collective_likely", "collective_suspect")
 _NORMAL = (
-    "These are buffers that a communicator keeps, which is normal: plan with them. Fewer process groups, or "
-    "a smaller NCCL_BUFFSIZE, need less."
+    "These are buffers that a communicator keeps, which is normal: plan for them. Fewer process groups, or a "
+    "smaller NCCL_BUFFSIZE, need less."
 )
 WORLD = "world"
 """The process group of all ranks, which is not named in sentences."""

@@ -168,9 +168,7 @@ def _number(recordings: Iterable[Recording], notes: list[str]) -> None:
         recording.rank = numbers[recording.process]
     if len(numbers) + len(taken) > 1 and numbers:
         who = text.ranks(numbers.values())
-        notes.append(
-            f"Some files do not say which rank they are of: {who} are numbered in the order of their names."
-        )
+        notes.append(f"Some files do not name their rank: {who} are numbered in the order of their names.")
 
 
 def _key(recording: Recording) -> tuple[object, ...]:

@@ -143,8 +143,8 @@ def _values(text: bytes, separator: bytes) -> dict[bytes, int]:
 WAIT_S = 0.1
 _HOST_PIDS = 0xEFFFFFFC
 """Inode of the kernel's first pid namespace. NVML reports pids of that namespace."""
-_NO_PIDS = "NVML does not name this process on the device (a container has pids of its own)"
-_NO_BYTES = "NVML does not say how much of the device each process has"
+_NO_PIDS = "NVML does not list this process on the device (a container has its own pids)"
+_NO_BYTES = "NVML does not report the device memory of each process"
 _LATE = f"NVML has not answered within {WAIT_S:g} s"
 
 

@@ -56,7 +56,7 @@ _NEXT_HOST = [
 _NEXT_HOST_LIMIT = [
     "Use fewer DataLoader workers or a smaller prefetch_factor, or ask for more memory.",
 ]
-_NEXT_HISTORY = "Run with TRACEML_MEMORY_HISTORY=1: the next bundle says which lines allocated it."
+_NEXT_HISTORY = "Run with TRACEML_MEMORY_HISTORY=1: the next bundle shows which lines allocated it."
 
 
 def where(rank: int, node: str, device: int | None) -> str:

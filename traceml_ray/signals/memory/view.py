@@ -91,7 +91,7 @@ def first_words(memory: Memory) -> Sequence[str]:
 def missing_words(memory: Memory) -> Sequence[str]:
     """Return a sentence that names the ranks without samples. Empty if all ranks have samples."""
     ranks = memory.missing_ranks
-    return [f"There are no samples of {text.ranks(ranks)}."] if ranks else []
+    return [f"No memory samples of {text.ranks(ranks)}."] if ranks else []
 
 
 FORMAT = "traceml-ray session"

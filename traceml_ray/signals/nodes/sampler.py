@@ -29,7 +29,7 @@ Exceptions that mean "not available". NVML makes its exceptions at run time, so 
 identified by name.
 """
 MIG = "values of MIG slices: NVML has power, clocks and temperature of the whole device only"
-_UNSEEN = "its processes are those of another pid namespace (a container without the host's pids)"
+_UNSEEN = "its processes are in another pid namespace (a container without the host's pids)"
 _BUSY_PCT = 50
 """A device with at least this utilization must have a process, in %."""
 

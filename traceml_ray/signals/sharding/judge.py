@@ -190,10 +190,10 @@ def _imbalance(
 def _next(ranks: Mapping[int, Sharding], uneven: Sequence[Uneven]) -> str:
     shards = next(iter(ranks.values())).shards
     if not uneven:
-        return "The rank that holds most sets how large the model may be."
+        return "The rank that holds most limits the size of the model."
     return (
         f"Pad that dimension to a multiple of {shards:,}, or divide another one (`shard_placement_fn`): the "
-        "rank that holds most sets how large the model may be."
+        "rank that holds most limits the size of the model."
     )
 
 

@@ -179,9 +179,7 @@ def _counter() -> Any:
             self.muted = False
 
         def why(self) -> str:
-            return (
-                f"it would be without those of {', '.join(sorted(self.unknown)[:5])}" if self.unknown else ""
-            )
+            return f"the FLOPs of {', '.join(sorted(self.unknown)[:5])} are not known" if self.unknown else ""
 
         def _count_flops(self, packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
             if self.muted:

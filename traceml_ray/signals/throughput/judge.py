@@ -370,7 +370,7 @@ def _lacking(name: str, amount: Float, ranks: Sequence[int], missing: Mapping[st
         return None
     who = "" if len(unknown) == len(ranks) else f"{text.ranks(unknown)}: "
     usual = "no batch with `input_ids` was seen" if name == "tokens" else "no batch of a loader was seen"
-    return f"{who}{missing.get('samples') or usual}; traceml_ray.count({name}=…) tells it"
+    return f"{who}{missing.get('samples') or usual}; set it with traceml_ray.count({name}=…)"
 
 
 def _flops(
@@ -393,7 +393,7 @@ def _flops(
     else:
         some = f"counted on {len(counted)} of {world} ranks" if counted else ""
         why["mfu"] = (
-            missing.get("flops") or some or "FLOPs are counted with --flops, or told with --model-flops"
+            missing.get("flops") or some or "count FLOPs with --flops, or set them with --model-flops"
         )
     flops |= {"device": _same(facts, "device"), "dtype": _same(facts, "dtype")}
     devices = {(history.who[rank].node, work.get("device_id") or rank) for rank, work in facts.items()}
@@ -413,11 +413,14 @@ def _peak(facts: Mapping[int, Mapping[str, Any]]) -> float | str:
     if (given := _same(facts, "peak_tflops")) is not None:
         return float(given)
     device, dtype = _same(facts, "device"), _same(facts, "dtype")
-    tell = "--peak-tflops tells it"
+    tell = "set it with --peak-tflops"
     if device is None:
         return f"the ranks' devices are not known, or not all the same; {tell}"
     if dtype is None:
-        return f"not known what the step is computed with (--flops shows it), so no peak; {tell}"
+        return (
+            "the data type of the computation is not known (--flops shows it), so the peak is not known; "
+            f"{tell}"
+        )
     known = peak_tflops(device, dtype)
     return f"the peak of {device} in {dtype} is not known; {tell}" if known is None else known
 

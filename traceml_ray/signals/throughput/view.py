@@ -125,20 +125,20 @@ def _gauges(known: Throughput) -> list[Gauge]:
     mfu, best = known.mfu_pct, known.efficiency_pct
     series = [((what,), rate) for what, rate in rates.items()]
     return [
-        Gauge("throughput", "What the job gets through in a second.", series, ("what",)),
+        Gauge("throughput", "Samples and tokens of the job per second.", series, ("what",)),
         Gauge(
             "mfu",
-            "FLOPs of the model, as a share of what the devices can do.",
+            "FLOPs of the model, as a share of the peak of the devices.",
             [((), mfu and mfu / 100)],
             unit="ratio",
         ),
         Gauge(
             "efficiency",
-            "Time of the fastest 5 % of the steps, as a share of that of the mean one.",
+            "Time of the fastest 5 % of the steps, as a share of the mean step.",
             [((), best and best / 100)],
             unit="ratio",
         ),
-        Gauge("eta", "How long the steps to come will take.", [((), known.eta_s)], unit="seconds"),
+        Gauge("eta", "Time that the remaining steps will take.", [((), known.eta_s)], unit="seconds"),
     ]
 
 
