@@ -120,6 +120,8 @@ def test_the_process_sees_the_environment_of_the_user_where_the_aggregator_does_
     assert environment_of(Settings(), user) == {}
     environ = environment_of(settings, user)
     assert environ == {"TRACEML_METRICS_TOKEN": "secret"}
+    alerts = Settings(alerts="[to.a]\nkind = 'slack'\nurl = 'https://${SLACK_HOST}/$${NOT}'\n")
+    assert environment_of(alerts, {"SLACK_HOST": "a", "NOT": "b", "OTHER": "c"}) == {"SLACK_HOST": "a"}
     process = SinkProcess(played.folder, settings, played.aggregator.query, Errors(), environ=environ)
     where = wait_for(played).where
     with pytest.raises(urllib.error.HTTPError, match="401"):

@@ -54,13 +54,15 @@ class Outcomes(logging.Handler):
         super().__init__(logging.WARNING)
         self._counting = threading.Lock()
         self._messages = threading.local()
+        self._newest = "the export failed"
         self.sent = self.failed = 0
         self.error = ""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a message of the exporter that runs in this thread."""
         with contextlib.suppress(TypeError, ValueError):  # a message that does not fit its values
-            self._messages.newest = [*getattr(self._messages, "newest", [])[-1:], record.getMessage()]
+            self._newest = record.getMessage()
+            self._messages.newest = [*getattr(self._messages, "newest", [])[-1:], self._newest]
 
     def exported(self, export: Callable[[], R]) -> R:
         """Export, and count the result."""
@@ -74,7 +76,8 @@ class Outcomes(logging.Handler):
             with self._counting:
                 self.sent, self.error = self.sent + 1, ""
         else:
-            self.fail("; ".join(self._messages.newest) or "the export failed")
+            # the SDK does not log the same again within some seconds
+            self.fail("; ".join(self._messages.newest) or self._newest)
         return result
 
     def fail(self, why: str) -> None:

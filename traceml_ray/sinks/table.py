@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from traceml_ray.settings import Settings
+
+from .alerts.config import variables_of
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class SinkKind:
     """Module of this package whose `opened(session, settings)` returns the sink. It is imported on use."""
     extra: str
     """Extra of traceml-ray with the packages that it needs; "": none."""
-    variables: tuple[str, ...] = ()
+    variables: Callable[[Settings], Sequence[str]] = lambda _: ()
     """Environment variables that it reads. A name that ends in `_` stands for all that begin so."""
 
 
@@ -29,12 +31,12 @@ KINDS = (
         lambda settings: settings.metrics_port is not None,
         "scraped",
         "metrics",
-        ("TRACEML_METRICS_TOKEN",),
+        lambda _: ("TRACEML_METRICS_TOKEN",),
     ),
-    SinkKind("alerts", lambda settings: settings.alerts is not None, "alerts.alerting", ""),
+    SinkKind("alerts", lambda settings: settings.alerts is not None, "alerts.alerting", "", variables_of),
     SinkKind("ray", lambda settings: settings.ray_metrics, "ray_metrics", ""),
     SinkKind("kubeflow", lambda settings: settings.kubeflow, "kubeflow", ""),
-    SinkKind("opentelemetry", lambda settings: settings.otel, "otel", "otel", ("OTEL_",)),
+    SinkKind("opentelemetry", lambda settings: settings.otel, "otel", "otel", lambda _: ("OTEL_",)),
 )
 
 
@@ -48,6 +50,6 @@ def environment_of(settings: Settings, environ: Mapping[str, str]) -> dict[str, 
     Return the variables of `environ` that the wanted sinks read. Their process may run where the user's
     environment is not known. They may be secrets: no file and no answer may contain them.
     """
-    names = [name for kind in wanted(settings) for name in kind.variables]
+    names = [name for kind in wanted(settings) for name in kind.variables(settings)]
     exact, beginnings = frozenset(names), tuple(name for name in names if name.endswith("_"))
     return {name: value for name, value in environ.items() if name in exact or name.startswith(beginnings)}

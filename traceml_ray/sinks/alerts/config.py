@@ -316,6 +316,13 @@ def variables(place: Place) -> list[str]:
     return sorted(set(_VARIABLE.findall(texts)))
 
 
+def variables_of(settings: Settings) -> list[str]:
+    """Return the names of the variables in the file of alerts, whose text is in the settings."""
+    given = settings.alerts or ""
+    destinations = parse(given).destinations if "\n" in given else ()
+    return sorted({name for one in destinations for name in variables(one.place)})
+
+
 def resolved(place: Place, environ: Mapping[str, str]) -> tuple[Place, tuple[str, ...]]:
     """
     Return a destination with the values of its variables and the contents of its files, and the secrets that
