@@ -417,7 +417,8 @@ def report_of(clock: Clock, *findings: Finding, state: str = "live", outcome: st
     over = state == "stored"
     return Report(
         made_ns=clock(), session="demo", state=state, over=over, run_over=over, run="r", run_name="r",
-        world=8, step=100, verdict=VERDICT, findings=findings, figures=(), outcome=outcome,
+        world=8, step=100, total_steps=None, eta_s=None, verdict=VERDICT, findings=findings,
+        episodes=(), figures=(), outcome=outcome,
     )  # fmt: skip
 
 
