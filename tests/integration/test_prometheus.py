@@ -13,8 +13,6 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from grafana import INTERVAL_S, QUESTIONS, RANGE_S, VARIABLES, filled
 from played import Played
 from prometheus_client.parser import text_string_to_metric_families
 from ray_cluster import until
+from switched_straggler import SCRIPT, running
 
 from traceml_ray.launchers.cluster import free_port
 from traceml_ray.signals.logged.records import LoggedValues
@@ -32,28 +31,6 @@ from traceml_ray.sinks.prometheus import Metrics
 from traceml_ray.views.session_poll import SessionPoll
 
 RULES = Path(__file__).parents[2] / "integrations" / "prometheus"
-SCRIPT = """
-import os, sys, time, torch
-import torch.distributed as dist
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
-optimizer = torch.optim.SGD(model.parameters(), 0.01)
-rank, folder = dist.get_rank(), sys.argv[1]
-batches = torch.utils.data.DataLoader([torch.ones(64)] * 100_000, batch_size=4)
-for x in batches:
-    time.sleep(0.02)
-    if rank == 1 and os.path.exists(folder + "/late"):
-        time.sleep(0.04)
-    optimizer.zero_grad()
-    model(x).sum().backward()
-    optimizer.step()
-    end = torch.tensor(float(os.path.exists(folder + "/end")))
-    dist.all_reduce(end)
-    if end:
-        break
-dist.destroy_process_group()
-"""
 
 pytestmark = [
     pytest.mark.long,
@@ -64,19 +41,6 @@ pytestmark = [
 def test_the_rules_are_valid_and_alert_as_they_should() -> None:
     for command in (["check", "rules", "traceml.rules.yml"], ["test", "rules", "traceml.rules.test.yml"]):
         subprocess.run(["promtool", *command], cwd=RULES, check=True, timeout=60)
-
-
-@contextmanager
-def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
-        try:
-            yield process
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
 
 
 def quick_rules(folder: Path) -> Path:

@@ -384,16 +384,23 @@ def test_a_command_that_fails_hangs_or_is_none_says_so() -> None:
 
 def test_alertmanager_gets_the_end_of_an_alert_and_keeps_the_reason_for_a_failed_run() -> None:
     (firing,) = MESSAGE.events
-    ended = msgspec.structs.replace(
-        firing, status="ended", alert=msgspec.structs.replace(firing.alert, ended_ns=NOW_NS)
-    )
-    for events, lasts_s in (((firing,), 300), ((ended,), 0), ((firing, ended), 3600)):
-        message = msgspec.structs.replace(MESSAGE, events=events)
+    for outcome, label, events, lasts_s in (
+        ("running", "straggler", ["firing"], 300),
+        ("failed", "straggler", ["ended"], 0),
+        ("failed", "rank_lost", ["firing", "ended"], 3600),
+        ("failed", "rank_lost", ["ended"], 3600),
+        ("stopped", "hang", ["ended"], 0),
+    ):
+        alert = msgspec.structs.replace(firing.alert, label=label, ended_ns=NOW_NS)
+        message = as_message(
+            outcome=outcome,
+            events=tuple(msgspec.structs.replace(firing, status=status, alert=alert) for status in events),
+        )
         (posted,) = words.to_alertmanager(message, {"team": "ml"}, NOW_NS, 300)
-        assert posted["labels"]["alertname"] == "TracemlStraggler"
+        assert posted["labels"]["alertname"] == words.alert_name(label)
         assert posted["labels"]["team"] == "ml"
         began, end = (time_of(posted[key]) for key in ("startsAt", "endsAt"))
-        assert (began, end) == (NOW_NS // 10**9, NOW_NS // 10**9 + lasts_s)
+        assert (began, end) == (NOW_NS // 10**9, NOW_NS // 10**9 + lasts_s), (outcome, label, events)
 
 
 def time_of(moment: str) -> float:

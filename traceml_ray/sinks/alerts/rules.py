@@ -28,7 +28,8 @@ _MOST_STEP_S = 10.0
 _MOST_FINDINGS = 8
 """Largest number of findings in an alert. Further ones are counted."""
 _MOST_RUNS = 8
-_FAILURES = {RUN_FAILED, *(label for label, meaning in LABELS.items() if meaning.kind == "failure")}
+FAILURES = {RUN_FAILED, *(label for label, meaning in LABELS.items() if meaning.kind == "failure")}
+"""Labels of findings that end steps: the reasons for a run that fails."""
 _HOUR_NS = 3_600_000_000_000
 _KNOWN = ("live", "ending", "idle", "finished", "stored")
 """States of a session in which its findings are up to date."""
@@ -378,7 +379,7 @@ def _may_go_on(alert: Alert, seen: Seen) -> bool:
 
 
 def _is_failure(one: Finding | Alert) -> bool:
-    return one.label in _FAILURES
+    return one.label in FAILURES
 
 
 def _advance(watch: AlertWatch, rule: Rule, present: bool, elapsed_s: float) -> bool:

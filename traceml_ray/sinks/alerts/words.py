@@ -11,7 +11,7 @@ import msgspec
 from traceml_ray import text
 from traceml_ray.signals.finding import Finding
 
-from .rules import Alert, AlertEvent, AlertMessage
+from .rules import FAILURES, Alert, AlertEvent, AlertMessage
 
 _MOST_CHARS = 2900
 """Largest number of characters of a block of Slack, less what escaping may add."""
@@ -187,12 +187,11 @@ def to_alertmanager(
         lasts_s: how long Alertmanager keeps an alert that is not sent again.
     """
     posted = {}
-    began = {event.alert.key for event in message.events if event.status == "firing"}
     for event in message.events:
         alert = event.alert
         if event.status in ("firing", "still_firing"):
             end_ns = now_ns + int(lasts_s * 1e9)
-        elif event.status == "ended" and alert.key in began:  # the reason for a failed run
+        elif event.status == "ended" and message.outcome == "failed" and alert.label in FAILURES:
             end_ns = now_ns + int(_HELD_S * 1e9)
         else:
             end_ns = alert.ended_ns or now_ns
