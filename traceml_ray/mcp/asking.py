@@ -28,6 +28,8 @@ from traceml_ray.traces.sources import sources_of_profile
 from traceml_ray.wire import messages as wire
 
 _FLAG = "Slower, and a larger trace."
+_WAIT_S = 50.0
+"""Longest time to wait for a profile by default, in s. Many clients give up after a minute."""
 
 
 class AskingTools:
@@ -52,7 +54,10 @@ class AskingTools:
         stacks: Annotated[bool, Field(description=f"Record where in the code it is. {_FLAG}")] = False,
         shapes: Annotated[bool, Field(description=f"Record shapes of inputs. {_FLAG}")] = False,
         run: RUN = None,
-        timeout_s: Annotated[float, Field(ge=1, le=600, description="Longest time to wait (s).")] = 120.0,
+        timeout_s: Annotated[
+            float,
+            Field(ge=1, le=600, description="Longest time to wait (s). Later, list_profiles has the result."),
+        ] = _WAIT_S,
         most: MOST = 16,
     ) -> str:
         """
