@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -414,6 +415,11 @@ def test_a_real_process_speaks_the_protocol_and_nothing_else(out: Path) -> None:
     assert name == "traceml-ray" and {*READING, *ASKS_A_JOB} <= {*tools}
     assert json.loads(text_of(verdict))["rank"] == 5
     assert unknown.is_error and "sessions there: " in text_of(unknown)
+
+
+def test_the_server_needs_neither_torch_nor_ray() -> None:
+    code = "import sys, traceml_ray.mcp.server; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=240, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("name", ["mcp", "mcp.server.mcpserver"])
