@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Generator
 
@@ -26,6 +27,8 @@ Steps = Generator[None, None, None]
 RELAY, AGGREGATOR, RAYLET, GCS = "NodeRelay", "Aggregator", "raylet", "gcs_server"
 PAUSE_S = 1.5
 """Of training, where there has to be time for something to be noticed."""
+SINKS = {"prometheus", "alerts", "kubeflow"}
+"""The sinks that can fail, all of which have nobody who takes what they send."""
 
 
 def nothing(_run: Run) -> Steps:
@@ -271,6 +274,41 @@ def unlinked(run: Run) -> Steps:
     run.socket.unlink()
     run.signal(RELAY, signal.SIGKILL)
     yield
+
+
+def sinks_harmed(port: int) -> Fault:
+    """
+    Where the sinks send, nobody listens until every sink has failed. Then somebody listens who never answers,
+    and at the third stop somebody who ends every connection.
+    """
+
+    def fault(run: Run) -> Steps:
+        until(lambda: failed_sinks(run) >= SINKS, "every sink fails", 90)
+        yield
+        hanging = socket.create_server(("127.0.0.1", port), backlog=64)
+        time.sleep(PAUSE_S)
+        yield
+        ending = threading.Thread(target=end_connections, args=(hanging,), daemon=True)
+        ending.start()
+        run.undo.append(lambda: hanging.shutdown(socket.SHUT_RDWR))
+        time.sleep(PAUSE_S)
+        yield
+
+    return fault
+
+
+def failed_sinks(run: Run) -> set[str]:
+    """Return the sinks that the session knows not to deliver, by the first word of their names."""
+    with SessionFile(run.session / "session.sqlite") as file:
+        sinks = file.meta().get("sinks", [])
+    return {sink["name"].split()[0] for sink in sinks if sink["failed"] and sink["error"]}
+
+
+def end_connections(listening: socket.socket) -> None:
+    """End every connection at once, until the socket is shut down."""
+    with contextlib.suppress(OSError), listening:
+        while True:
+            listening.accept()[0].close()
 
 
 @contextlib.contextmanager

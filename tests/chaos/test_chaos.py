@@ -9,6 +9,7 @@ moment of attaching (`test_attached`), loader workers (`test_agent_process`).
 
 from __future__ import annotations
 
+import ssl
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,8 @@ from traceml_ray.launchers.cluster import free_port
 
 BOTH = ("socket", "actor")
 HOUR = 3600.0
+NOWHERE = "192.0.2.1"
+"""An address for documentation, which no machine has."""
 
 SHORT = [
     Case(
@@ -103,6 +106,25 @@ LONG = [
     Case("flood of messages", faults.flooded),
     Case("socket taken over", faults.stolen()),
     Case("socket removed, relay killed", faults.unlinked),
+    *(
+        Case(
+            "every sink dead, then hanging, then refusing",
+            faults.sinks_harmed(port),
+            channel,
+            script=("--steps", "150", "--ms", "24"),
+            flags=(
+                *("--metrics-port", "9", "--metrics-host", NOWHERE, "--alerts", str(HERE / "alerts.toml")),
+                *("--kubeflow", "--ray-metrics"),
+            ),
+            environ={
+                "CHAOS_PLACE": f"http://127.0.0.1:{port}",
+                "KUBEFLOW_TRAINER_SERVER_URL": f"https://127.0.0.1:{port}",
+                "KUBEFLOW_TRAINER_SERVER_CA_CERT": ssl.get_default_verify_paths().cafile or "",
+                "KUBEFLOW_TRAINER_SERVER_TOKEN": str(HERE / "token.txt"),
+            },
+        )
+        for channel, port in zip(BOTH, (free_port(), free_port()), strict=True)
+    ),
     Case("Ray not installed", environ={"PYTHONPATH": str(HERE / "without_ray")}, up=False),
     Case("no cluster there", flags=("--ray-address", f"127.0.0.1:{free_port()}"), up=False),
     *(
