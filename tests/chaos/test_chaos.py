@@ -114,10 +114,12 @@ LONG = [
             script=("--steps", "150", "--ms", "24"),
             flags=(
                 *("--metrics-port", "9", "--metrics-host", NOWHERE, "--alerts", str(HERE / "alerts.toml")),
-                *("--kubeflow", "--ray-metrics"),
+                *("--kubeflow", "--ray-metrics", "--otel"),
             ),
             environ={
                 "CHAOS_PLACE": f"http://127.0.0.1:{port}",
+                "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}",
+                "OTEL_METRIC_EXPORT_INTERVAL": "1000",
                 "KUBEFLOW_TRAINER_SERVER_URL": f"https://127.0.0.1:{port}",
                 "KUBEFLOW_TRAINER_SERVER_CA_CERT": ssl.get_default_verify_paths().cafile or "",
                 "KUBEFLOW_TRAINER_SERVER_TOKEN": str(HERE / "token.txt"),

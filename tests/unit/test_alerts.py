@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
+import psutil
 import pytest
 from played import Played
 
@@ -542,6 +544,23 @@ def test_a_session_sends_its_straggler_and_its_end(server: Callable[..., Server]
     assert {one["status"] for one in place.bodies[-1]["alerts"]} == {"ended"}
     assert place.bodies[-1]["session"] == "demo"
     assert place.bodies[-1]["outcome"] == "finished"
+
+
+def test_a_command_that_is_under_way_ends_with_the_process_of_the_sinks() -> None:
+    code = """
+import sys, threading
+from test_alerts import MESSAGE, command
+from traceml_ray.sinks.alerts import send
+endless = command("import time; time.sleep(600)", timeout_s=600.0)
+threading.Thread(target=send.send, args=(endless, MESSAGE), daemon=True).start()
+while not send._running:
+    pass
+print(*(process.pid for process in send._running))
+"""
+    here = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    ended = subprocess.run([sys.executable, "-c", code], env=here, capture_output=True, text=True, timeout=60)
+    assert ended.stdout.strip(), ended.stderr
+    assert not psutil.pid_exists(int(ended.stdout))
 
 
 # -- the command ------------------------------------------------------------------------------

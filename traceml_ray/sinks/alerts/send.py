@@ -5,6 +5,7 @@ are shown without login, path and query.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -247,16 +248,29 @@ def _run(place: Program, message: AlertMessage) -> None:
             )
         except OSError as error:
             raise SendError(f"it cannot be started: {error.strerror}", again=False) from None
+        _running.add(process)
         try:
             process.communicate(msgspec.json.encode(words.to_json(message)), place.timeout_s)
         except subprocess.TimeoutExpired:
             raise SendError(f"it has not ended within {place.timeout_s:g} s", again=False) from None
         finally:
             _end(process)
+            _running.discard(process)
         if process.returncode:
             stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - _MOST_BODY))
             last = text.one_line(stderr.read().decode("utf-8", "replace").strip())
             raise SendError(f"exit code {process.returncode}" + (f": {last}" if last else ""), again=False)
+
+
+_running: set[subprocess.Popen[bytes]] = set()
+"""Commands that have not ended."""
+
+
+@atexit.register
+def _end_all() -> None:
+    """End the commands that outlast this process."""
+    for process in [*_running]:
+        _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
