@@ -138,7 +138,8 @@ def test_a_run_that_fails_leaves_its_reason(
         )
         (tmp_path / "late").touch()
         assert job.wait(180) != 0
-    alert = (alerts_at(port) or {})["TracemlRankLost"]
+    alert = until(lambda: (alerts_at(port) or {}).get("TracemlRankLost"), "the reason", 60)
     assert alert["labels"]["severity"] == "critical"
     assert "SIGKILL" in alert["annotations"]["description"]
-    assert sent(tmp_path) == [("firing", "rank_lost"), ("ended", "rank_lost")]
+    ended = [("firing", "rank_lost"), ("ended", "rank_lost")]
+    until(lambda: sent(tmp_path) == ended, "the message", 60)

@@ -126,6 +126,14 @@ def test_no_news_is_not_good_news() -> None:
     assert play.events()[1:] == [("resolved", "straggler")], "it was known to be gone for 20 s"
 
 
+def test_what_was_not_known_meanwhile_did_not_last() -> None:
+    play = Play(config_of(Rule(for_s=1, resolve_after_s=1)))
+    for _ in range(3):
+        play.show(1, finding())
+        play.show(5, known=False)
+    assert play.events() == []
+
+
 @pytest.mark.parametrize("blind", ["steps_unknown", "steps_failed", "partial"])
 def test_what_cannot_be_seen_is_not_resolved(blind: str) -> None:
     play = Play(config_of())
@@ -192,7 +200,7 @@ def test_a_run_that_fails_says_why_however_short_that_was_seen() -> None:
 
 def test_a_run_that_fails_without_a_finding_is_an_alert() -> None:
     play = Play(config_of())
-    play.show(1, over=True, outcome="failed", exit_code=3, run="")
+    play.show(9, over=True, outcome="failed", exit_code=3, run="")
     assert play.events() == [("firing", "run_failed"), ("ended", "run_failed")]
     assert "exit code 3" in play.messages[0].events[0].alert.findings[0].why
 

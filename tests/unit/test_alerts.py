@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
 import re
+import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -25,6 +28,9 @@ from traceml_ray.analysis.labels import LABELS
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.verdict_shapes import verdict_info
 from traceml_ray.cli import main
+from traceml_ray.errors import Errors
+from traceml_ray.monitor import sink_process
+from traceml_ray.ray.actors import configure
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.memory.shapes import AttributionKind, Kind
@@ -37,6 +43,7 @@ from traceml_ray.sinks.alerts.trial import trial
 from traceml_ray.sinks.process import Reporter, finish, opened
 from traceml_ray.sinks.report import Report
 from traceml_ray.sinks.table import wanted
+from traceml_ray.store import query
 from traceml_ray.views.session_poll import SessionPoll
 
 ROOT = Path(__file__).parents[2]
@@ -162,6 +169,15 @@ def test_the_file_is_read_where_the_session_is_started_and_handed_over_as_it_is(
     assert read_alerts(Settings(), {}) == Settings()
 
 
+def test_a_driver_hands_over_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "alerts.toml"
+    path.write_text("[to.team]\nkind = 'slack'\nurl = '${SLACK_URL}'")
+    assert configure(Settings(alerts=str(path))).settings.alerts == path.read_text() + "\n"
+    path.write_text("[to.team]\nkind = 'slak'")
+    with pytest.raises(SettingError, match=r"alerts.toml: to.team.kind must be one of"):
+        configure(Settings(alerts=str(path)))
+
+
 def test_one_variable_is_enough() -> None:
     url = "http://place/${x}"
     read = read_alerts(Settings(), {"TRACEML_ALERT_SLACK": url, "TRACEML_ALERT_WEBHOOK": "http://other"})
@@ -266,9 +282,16 @@ def test_a_url_is_shown_without_what_may_be_secret(url: str, expected: str) -> N
 
 
 class Mailbox:
-    """A small SMTP server for one mail. `refuses`: the answers to commands, by their first word."""
+    """
+    A small SMTP server for one mail.
 
-    def __init__(self, **refuses: str) -> None:
+    Args:
+        certificate: folder with the key and the certificate for STARTTLS; None: it has no STARTTLS.
+        refuses: the answers to commands, by their first word.
+    """
+
+    def __init__(self, certificate: Path | None = None, **refuses: str) -> None:
+        self._certificate = certificate
         self.lines: list[str] = []
         self.listening = socket.create_server(("127.0.0.1", 0))
         self.port = self.listening.getsockname()[1]
@@ -278,8 +301,17 @@ class Mailbox:
 
     def _serve(self) -> None:
         with self.listening, self.listening.accept()[0] as connection:
-            file = connection.makefile("rwb", buffering=0)
-            file.write(b"220 mail\r\n")
+            connection.sendall(b"220 mail\r\n")
+            if self._talk(connection) and self._certificate is not None:
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                context.load_cert_chain(self._certificate / "cert", self._certificate / "key")
+                with contextlib.suppress(OSError), context.wrap_socket(connection, server_side=True) as safe:
+                    self.lines.append("(encrypted)")
+                    self._talk(safe)
+
+    def _talk(self, connection: socket.socket) -> bool:
+        """Answer commands; return whether the rest is to be encrypted."""
+        with connection.makefile("rwb", buffering=0) as file:
             inside = False
             for raw in file:
                 line = raw.decode().rstrip("\r\n")
@@ -288,20 +320,24 @@ class Mailbox:
                 if inside:
                     inside = line != "."
                     reply = "" if inside else "250 queued"
-                elif word in self._refuses:
-                    reply = self._refuses[word]
                 else:
-                    inside = word == "DATA"
-                    reply = {
-                        "EHLO": "250-mail\r\n250 AUTH PLAIN",
-                        "DATA": "354 go on",
-                        "AUTH": "235 ok",
-                        "QUIT": "221 bye",
-                    }.get(word, "250 ok")
+                    inside = word == "DATA" and word not in self._refuses
+                    reply = self._refuses.get(word) or self._reply(word)
                 if reply:
                     file.write(f"{reply}\r\n".encode())
-                if word == "QUIT" and not inside:
-                    return
+                if not inside and word in ("QUIT", "STARTTLS"):
+                    return word == "STARTTLS"
+        return False
+
+    def _reply(self, word: str) -> str:
+        features = "250-mail\r\n250-STARTTLS\r\n" if self._certificate else "250-mail\r\n"
+        replies = {
+            "EHLO": f"{features}250 AUTH PLAIN",
+            "DATA": "354 go on",
+            "AUTH": "235 ok",
+            "QUIT": "221 bye",
+        }
+        return replies.get(word, "250 ok") if word != "STARTTLS" else "220 go on"
 
 
 def email(mailbox: Mailbox, **fields: Any) -> Email:
@@ -344,6 +380,28 @@ def test_a_mail_that_is_refused_says_why(
     with pytest.raises(SendError) as caught:
         send(email(Mailbox(**refuses), **fields), MESSAGE, [SECRET])
     assert (why in str(caught.value), caught.value.again) == (True, again), str(caught.value)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl here")
+def test_a_mail_is_encrypted_and_only_for_a_server_that_can_be_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key -out cert -days 1 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=DNS:localhost"]
+    subprocess.run([*command.split(), *names], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    login = {"host": "localhost", "security": "starttls", "user": "me", "password": "pw"}
+    mailbox = Mailbox(tmp_path)
+    with pytest.raises(SendError, match="certificate verify failed") as caught:
+        send(email(mailbox, **login), MESSAGE)
+    assert not caught.value.again
+    assert not any(line.startswith("AUTH") for line in mailbox.lines), "nobody is sent a password"
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert"))
+    mailbox = Mailbox(tmp_path)
+    send(email(mailbox, **login), MESSAGE)
+    mailbox.thread.join(30)
+    begin = mailbox.lines.index("(encrypted)")
+    assert [line.split()[0] for line in mailbox.lines[:begin]] == ["ehlo", "STARTTLS"]
+    assert f"Subject: {words.title(MESSAGE)}" in mailbox.lines[begin:]
 
 
 def test_a_name_that_anybody_chose_adds_no_header_and_no_link() -> None:
@@ -561,6 +619,39 @@ print(*(process.pid for process in send._running))
     ended = subprocess.run([sys.executable, "-c", code], env=here, capture_output=True, text=True, timeout=60)
     assert ended.stdout.strip(), ended.stderr
     assert not psutil.pid_exists(int(ended.stdout))
+
+
+def test_a_sinks_process_that_is_killed_goes_on_where_it_was(
+    server: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sink_process, "PAUSE_S", 0.1)
+    place, played, errors = server(), Played(tmp_path / "demo"), Errors()
+    for _ in range(30):
+        played.play()
+    settings = Settings(alerts=f"{ONE_RULE}[to.a]\nkind = 'webhook'\nurl = '{place.url}'\ngroup = 0\n")
+    process = sink_process.SinkProcess(played.folder, settings, played.aggregator.query, errors)
+
+    def wait_for_sent(count: int) -> None:
+        """Wait until the process has noted that it has sent so many messages."""
+        deadline = time.monotonic() + 60
+        while [one.sent for one in query.ask_one(played.source.reply, query.GetStatus()).sinks] != [count]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    wait_for_sent(1)
+    for child in psutil.Process().children():
+        if "traceml_ray.sinks.process" in child.cmdline():
+            child.kill()
+    wait_for_sent(0)
+    played.play()
+    played.end()
+    played.aggregator.close()
+    process.end()
+    process.join(30)
+    statuses = [[one["status"] for one in body["alerts"]] for body in place.bodies]
+    assert statuses == [["firing"], ["ended"]]
+    assert [body["id"] for body in place.bodies] == ["demo/a/1", "demo/a/2"]
+    assert errors, "that it had ended is counted"
 
 
 # -- the command ------------------------------------------------------------------------------
