@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -65,6 +66,14 @@ def firing(port: int) -> dict[str, str]:
         for alert in alerts
         if alert["state"] == "firing"
     }
+
+
+def test_configuration_in_the_documentation_is_valid(tmp_path: Path) -> None:
+    page = (RULES.parents[1] / "docs" / "read" / "prometheus.md").read_text()
+    (config,) = re.findall(r"```yaml\n(global:.*?)```", page, re.DOTALL)
+    (tmp_path / "prometheus.yml").write_text(config)
+    shutil.copy(RULES / "traceml.rules.yml", tmp_path)
+    subprocess.run(["promtool", "check", "config", "prometheus.yml"], cwd=tmp_path, check=True, timeout=60)
 
 
 class Logging(Played):

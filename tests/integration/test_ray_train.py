@@ -30,11 +30,14 @@ import ray.train.torch
 import torch
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2.api.exceptions import WorkerGroupError
 from ray_cluster import FakeCluster, fake_cluster, until
 
 import traceml_ray
-from traceml_ray.launchers.train_callback import TraceMLTrainCallback, _hook
+from traceml_ray.launchers.health_policy import HealthJudge
+from traceml_ray.launchers.health_rules import HealthLimits
+from traceml_ray.launchers.train_callback import TraceMLTrainCallback, _hook, watched_run
 from traceml_ray.live_session import Session
 from traceml_ray.ray.actors import current_config, find_aggregator
 from traceml_ray.store.results import RunInfo
@@ -122,6 +125,46 @@ def train_until_there_are_two() -> None:
     for _ in range(steps):
         step(model, optimizer, torch.ones(1, 4), torch.ones(1))
         time.sleep(0.02 if context.get_world_rank() else 0.01)
+
+
+def train_for_a_while(config: dict[str, Any]) -> None:
+    """200 steps of 20 ms. Rank 1 is gone without a word in the middle of the first attempt."""
+    model, optimizer = prepared()
+    died = Path(config["folder"], "died")
+    for number in range(200):
+        if number == 150 and ray.train.get_context().get_world_rank() == 1 and not died.exists():
+            died.touch()
+            os._exit(7)
+        step(model, optimizer, torch.ones(1, 4), torch.ones(1))
+        time.sleep(0.02)
+
+
+class Judging(WorkerGroupCallback):
+    """
+    Asks the judge of a health check at every poll of the controller, as Ray's health checks will. It writes
+    down the attempt, and what was seen of it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "looks.jsonl"
+        self.judge: HealthJudge | None = None
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        if self.judge is not None:
+            self.judge.restart()
+
+    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+        if self.judge is None:
+            self.judge = HealthJudge(HealthLimits(poll_s=0.2, stale_s=30.0))
+        opinion, run = self.judge.opinion(), watched_run()
+        looks, since_s = self.judge._looks, self.judge._since_s
+        if looks and run is not None and looks[-1].asked_s >= since_s:
+            seen = {"attempt": run.attempt(), "doubt": looks[-1].doubt, "nodes": looks[-1].nodes}
+            with self.path.open("a") as file:
+                file.write(json.dumps({**seen, "decided": opinion is not None, **self.judge.errors}) + "\n")
+        if run is not None and not self.judge._made:
+            self.judge._made.add(("diagnose", ""))
+            run.note("judged")
 
 
 def fails(*_: object) -> None:
@@ -347,3 +390,27 @@ def test_trainer_that_grows_continues_as_another_attempt(
     assert events["resize"]["message"] == "Ray Train goes from 1 to 2 workers"
     assert events["restart"]["data"]["world_size_before"] == 1
     assert len(summary["session"]["nodes"]) == 2
+
+
+@pytest.mark.usefixtures("callbacks_by_name")
+def test_health_check_sees_each_attempt_from_the_controller(session: Session, tmp_path: Path) -> None:
+    judging, once = Judging(tmp_path), FailureConfig(max_failures=1)
+    config = {"folder": str(tmp_path)}
+    trainer(
+        train_for_a_while,
+        tmp_path,
+        "judged",
+        train_loop_config=config,
+        callbacks=[judging],
+        failure_config=once,
+    ).fit()
+    looks = [json.loads(line) for line in judging.path.read_text().splitlines()]
+    whole_looks = [look for look in looks if not look["doubt"]]
+    assert {look["attempt"] for look in whole_looks} == {0, 1}
+    assert {look["nodes"] for look in whole_looks} == {1}
+    assert not any(look["decided"] for look in looks), "a dry run decides nothing"
+    assert {place for look in looks for place in look if ":" in place} <= {"health: look: QueryError"}
+    events = session.events(run_named(session, "judged").id)
+    assert [event.message for event in events if event.message == "judged"] == ["judged"] * 2, (
+        "one per attempt"
+    )
