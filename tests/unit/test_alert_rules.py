@@ -134,7 +134,7 @@ def test_what_was_not_known_meanwhile_did_not_last() -> None:
     assert play.events() == []
 
 
-@pytest.mark.parametrize("blind", ["steps_unknown", "steps_failed", "partial"])
+@pytest.mark.parametrize("blind", ["steps_unknown", "slowness_unknown", "partial"])
 def test_what_cannot_be_seen_is_not_resolved(blind: str) -> None:
     play = Play(config_of())
     play.show(12, finding())
@@ -147,7 +147,7 @@ def test_what_cannot_be_seen_is_not_resolved(blind: str) -> None:
 def test_a_failure_that_is_gone_is_resolved_though_another_one_is_there() -> None:
     play = Play(config_of())
     play.show(12, finding("hang", severity="critical"))
-    play.show(60, DEAD, steps_failed=True)
+    play.show(60, DEAD, slowness_unknown=True)
     assert ("resolved", "hang") in play.events()
 
 

@@ -37,7 +37,7 @@ from traceml_ray.signals.memory.shapes import AttributionKind, Kind
 from traceml_ray.sinks.alerts import alerting, words
 from traceml_ray.sinks.alerts.alerting import Alerts
 from traceml_ray.sinks.alerts.config import KNOWN, Email, Program, Webhook, parse, read_alerts, resolved
-from traceml_ray.sinks.alerts.rules import AlertMessage
+from traceml_ray.sinks.alerts.rules import AlertMessage, seen_of
 from traceml_ray.sinks.alerts.send import SendError, mail_of, send, send_again, shown
 from traceml_ray.sinks.alerts.trial import trial
 from traceml_ray.sinks.process import Reporter, finish, opened
@@ -490,6 +490,31 @@ def report_of(clock: Clock, *findings: Finding, state: str = "live", outcome: st
 
 
 VERDICT = verdict_info(Verdict(label="straggler"))
+
+
+@pytest.mark.parametrize(
+    ("state", "label", "coverage", "known", "hidden"),
+    [
+        ("live", "healthy", 1.0, True, ""),
+        ("waiting", "rank_lost", None, True, "slowness"),
+        ("stale", "healthy", 1.0, False, ""),
+        ("starting", "healthy", 1.0, False, ""),
+        ("live", "telemetry_limited", 0.5, True, "steps slowness ranks"),
+        ("live", "accounting_only", 1.0, True, "slowness"),
+        ("live", "hang", 1.0, True, "slowness"),
+        ("live", "straggler", 0.97, True, "ranks"),
+        ("ending", "healthy", 1.0, True, "steps ranks"),
+    ],
+)
+def test_a_report_says_what_is_known(
+    state: str, label: Any, coverage: float | None, known: bool, hidden: str
+) -> None:
+    verdict = verdict_info(Verdict(label=label, coverage=coverage))
+    report = msgspec.structs.replace(report_of(Clock(), state=state), verdict=verdict)
+    seen = seen_of(report, NOW_NS, "demo")
+    flags = {"steps": seen.steps_unknown, "slowness": seen.slowness_unknown, "ranks": seen.partial}
+    assert (seen.findings is not None) is known
+    assert " ".join(name for name, value in flags.items() if value) == hidden
 
 
 def alerts_of(folder: Path, clock: Clock, *urls: str, rule: str = "") -> Alerts:

@@ -28,10 +28,11 @@ _MOST_STEP_S = 10.0
 _MOST_FINDINGS = 8
 """Largest number of findings in an alert. Further ones are counted."""
 _MOST_RUNS = 8
+_NO_DATA = "telemetry_limited"
 FAILURES = {RUN_FAILED, *(label for label, meaning in LABELS.items() if meaning.kind == "failure")}
 """Labels of findings that end steps: the reasons for a run that fails."""
 _HOUR_NS = 3_600_000_000_000
-_KNOWN = ("live", "ending", "idle", "finished", "stored")
+_KNOWN = ("waiting", "live", "ending", "idle", "finished", "stored")
 """States of a session in which its findings are up to date."""
 
 
@@ -98,8 +99,8 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """None: not known at present, so nothing begins and nothing ends."""
     steps_unknown: bool = False
     """Whether nothing can be said about steps: no finding on steps ends."""
-    steps_failed: bool = False
-    """Whether steps have failed, which hides what made them slow: no slowness ends."""
+    slowness_unknown: bool = False
+    """Whether steps have failed, or cannot be compared: no finding that makes steps slower ends."""
     partial: bool = False
     """Whether some ranks do not report: no finding that names ranks ends."""
     over: bool = False
@@ -165,8 +166,8 @@ def seen_of(report: Report, now_ns: int, session: str) -> Seen:
         step=report.step,
         world=report.world,
         findings=report.findings if known else None,
-        steps_unknown=kind == "abstention" or report.state == "ending",
-        steps_failed=kind == "failure",
+        steps_unknown=report.state == "ending" or (verdict is not None and verdict.label == _NO_DATA),
+        slowness_unknown=kind in ("failure", "abstention"),
         partial=coverage < 1.0 or report.state == "ending",
         over=report.run_over,
         outcome=report.outcome,
@@ -373,7 +374,7 @@ def _goes_to(rules: tuple[Rule, ...], name: str, destination: str) -> bool:
 def _may_go_on(alert: Alert, seen: Seen) -> bool:
     """Return whether an alert that is not seen may go on: what is known says nothing about it."""
     of_steps = alert.signal == "steps"
-    if of_steps and (seen.steps_unknown or (seen.steps_failed and not _is_failure(alert))):
+    if of_steps and (seen.steps_unknown or (seen.slowness_unknown and not _is_failure(alert))):
         return True
     return seen.partial and any(one.ranks for one in alert.findings)
 
