@@ -98,7 +98,7 @@ def test_missing_cluster_is_reported_within_the_deadline(cluster: PrivateRay) ->
     [
         ({"RAY_AUTH_TOKEN": "x" * 32}, "refuses the token of RAY_AUTH_TOKEN"),
         ({"RAY_AUTH_MODE": "disabled"}, "requires a token: set RAY_AUTH_MODE=token"),
-        ({"RAY_AUTH_TOKEN": "", "RAY_AUTH_TOKEN_PATH": "/no/such"}, "there is none in /no/such"),
+        ({"RAY_AUTH_TOKEN": "", "RAY_AUTH_TOKEN_PATH": "/no/such"}, "(RAY_AUTH_TOKEN_PATH) has none"),
     ],
 )
 def test_cluster_that_refuses_the_token_is_named(

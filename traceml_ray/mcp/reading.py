@@ -34,7 +34,7 @@ SESSION = Annotated[
 RUN = Annotated[str | None, Field(description="Id or name of a run of the session. Default: the newest.")]
 MOST = Annotated[
     int,
-    Field(ge=1, le=MAX_ENTRIES, description="Keep so many entries of a long list; the rest is counted."),
+    Field(ge=1, le=MAX_ENTRIES, description="Largest number of entries of a list; the rest is counted."),
 ]
 RANKS = Annotated[str, Field(description="Ranks: all, or numbers and ranges such as 0,4-7.")]
 _OF_CHARTS = "first", "last", "line", "lowest", "highest"
@@ -88,7 +88,7 @@ class ReadingTools:
         self,
         session: SESSION = None,
         run: RUN = None,
-        most: Annotated[int, Field(ge=1, le=MOST_FINDINGS, description="Return so many findings.")] = 10,
+        most: Annotated[int, Field(ge=1, le=MOST_FINDINGS, description="Largest number of findings.")] = 10,
     ) -> str:
         """
         List everything that was found in a run, with its evidence: slow ranks, memory that grows, slow

@@ -111,10 +111,11 @@ def _run_metrics(run: RunState) -> Iterator[Family]:
     name, verdict = run.id, run.verdict
     if verdict is not None:
         states = [((name, label), float(label == verdict.label)) for label in LABELS]
-        yield _gauge("verdict", "1 for the label of the verdict at present.", ["run", "label"], states)
+        yield _gauge("verdict", "1 for the label of the current verdict.", ["run", "label"], states)
         named = ("label", "stage", "rank", "node")
         series = [((name, *(getattr(verdict, key) for key in named)), 1.0)]
-        yield _gauge("verdict_info", "Whom the verdict at present names.", ["run", *named], series)
+        about = "1; its labels name the rank, node and stage of the current verdict."
+        yield _gauge("verdict_info", about, ["run", *named], series)
         cost = verdict.cost_pct if verdict.label != "healthy" else 0.0
         about = "Cost of what the verdict names, as a share of the time since it began, or of the run."
         yield _gauge("verdict_cost", about, ["run"], [((name,), cost and cost / 100)], "ratio")
