@@ -403,7 +403,7 @@ def test_without_the_interface_a_clear_message_and_no_import_error() -> None:
     try:
         import ray.train.health  # noqa: F401
     except ImportError:
-        with pytest.raises(HealthCheckError, match=r"has no ray\.train\.health .* of no release yet"):
+        with pytest.raises(HealthCheckError, match=r"has no ray\.train\.health .* in no release"):
             health_check()
     else:
         pytest.skip("this Ray has ray.train.health")
