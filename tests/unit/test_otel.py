@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
+from otlp_collector import Collector
 from played import Played
 
 from traceml_ray.settings import Settings
@@ -296,33 +295,6 @@ def test_what_is_not_sampled_is_not_sent(played: Played, monkeypatch: pytest.Mon
     assert memory.end() == []
     assert memory.sink.state().dropped == 0
     assert memory.metrics.exports
-
-
-class Collector:
-    """A collector of OTLP over HTTP, in a thread."""
-
-    def __init__(self) -> None:
-        self.bodies: dict[str, list[bytes]] = {}
-        self.headers: list[str] = []
-        collector = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                collector.bodies.setdefault(self.path, []).append(body)
-                collector.headers.append(self.headers.get("x-key", ""))
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *args: Any) -> None: ...
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
 
 def test_a_collector_gets_metrics_and_traces_as_protobuf(
