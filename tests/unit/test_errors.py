@@ -44,6 +44,7 @@ OTHERWISE = {
     "sinks/alerts/send.py send": "raised again, without secrets, for the state of the sink",
     "sinks/alerts/send.py _post": "the same",
     "sinks/alerts/send.py _connected": "raised again, once the connection is closed",
+    "sinks/trackers.py _finish": "raised at the end, once the other trackers have the report",
     "launchers/train_callback.py _failed": "counting itself has failed",
 }
 
@@ -107,6 +108,7 @@ FIXED = {
     "monitor/profile_files.py _run": "the name of its work, fixed by its caller",
     "monitor/bundling.py write_due": "one of a few reasons",
     "launchers/train_callback.py _failed": "the name of a hook of ours",
+    "trackers/run_writer.py _run": "the name of a tracker of ours",
 }
 """Places that are no literal, but one of a few all the same."""
 LOST = {"kind.lost", "NODE.lost"}

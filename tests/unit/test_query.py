@@ -34,6 +34,7 @@ from traceml_ray.wire import messages as wire
 COMMANDS = {
     *(query.Dump, query.StartProfile, query.StartLayers, query.RemoveProfile),
     *(query.Snapshot, query.ReadFile, query.Discard, query.NoteSinks, query.SetRayMetrics),
+    query.PassFigures,
 }
 OF_TIME = ("version", "token")
 """Of how an answer came about, not of what it is."""

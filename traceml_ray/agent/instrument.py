@@ -6,7 +6,8 @@ A patch that cannot be applied is skipped and listed in `missing`. `remove` rest
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -37,10 +38,16 @@ class Instrumentation:
     Args:
         recorder: receives the marks of the patches.
         patcher: applies and reverts the patches. Default: a patcher that counts the exceptions it suppresses.
+        others: (module, name, patch) of what else is patched once the script imports the module.
     """
 
-    def __init__(self, recorder: Recorder, patcher: Patcher | None = None) -> None:
-        self.recorder = recorder
+    def __init__(
+        self,
+        recorder: Recorder,
+        patcher: Patcher | None = None,
+        others: Sequence[tuple[str, str, Callable[[Patcher], None]]] = (),
+    ) -> None:
+        self.recorder, self._others = recorder, others
         self.patcher = patcher = patcher if patcher is not None else Patcher()
         self.errors, self.missing, self.failed = patcher.errors, patcher.missing, patcher.failed
         self.spans = Spans(recorder, self.failed)
@@ -89,6 +96,8 @@ class Instrumentation:
             self.patcher.apply(name, patch)
         for module, name, patch in self._patches_of_imports():
             self.patcher.when_imported(module, name, patch)
+        for module, name, other in self._others:
+            self.patcher.when_imported(module, name, functools.partial(other, self.patcher))
 
     def remove(self) -> None:
         """Restore everything. Never raises; may be called twice."""

@@ -43,6 +43,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.signals.collector import Collector, Rank
 from traceml_ray.signals.collectors import COLLECTORS
 from traceml_ray.signals.kinds import KINDS
+from traceml_ray.trackers.run_writer import TrackerLog
 from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.messages import ProcessSample
@@ -127,7 +128,9 @@ class RankAgent:
         self._identify = identity
         self.ring = StepRing(settings.ring_rows)
         self.recorder = Recorder(self.ring)
-        self.instrumentation = Instrumentation(self.recorder, Patcher(debug=settings.debug))
+        patcher = Patcher(debug=settings.debug)
+        self.trackers = TrackerLog(settings.log_to, patcher.errors)
+        self.instrumentation = Instrumentation(self.recorder, patcher, self.trackers.patches())
         self.device = DeviceUse(settings.device_clock, self.instrumentation, self.ring)
         self.process_id = new_process_id()
         self.identity: identities.RankIdentity | None = None
@@ -184,6 +187,7 @@ class RankAgent:
         Bounded in time.
         """
         self.unsent.events.extend(events or [])
+        self.trackers.stop()
         self._closing.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * CLOSE_WAIT_S + 0.4)
@@ -307,6 +311,7 @@ class RankAgent:
         for name, value in (self.guard("parallelism", patches.parallelism) or {}).items():
             draft.put(name, value)
         draft.put("capture", self.captures.status)
+        draft.put("trackers", self.trackers.news() or None)
         draft.put("missing", {name: sendable(why) for name, why in patches.missing.copy().items()})
         if not self._seq:
             draft.put("environment", self.guard("environment", environment))
@@ -358,6 +363,8 @@ class RankAgent:
                 continue
             if reply.process_id == self.process_id:
                 self.verdict = reply.verdict or self.verdict
+                if reply.figures is not None and not self._closing.is_set():
+                    self.trackers.offer(reply.figures)
                 self._outbox.confirm(reply.acked_seq, reply.settled_seq)
                 for batch, why in self._outbox.refused(reply.refused):
                     self.instrumentation.errors.note("batch refused", codec.WireError(sendable(why)[:40]))

@@ -26,6 +26,7 @@ from traceml_ray.monitor.live_verdict import LiveJudge
 from traceml_ray.monitor.private_folders import spooled
 from traceml_ray.monitor.profiling import WAITING, LayerRequests, Profiling
 from traceml_ray.monitor.relay_intake import RelayIntake
+from traceml_ray.monitor.tracker_exchange import TrackerExchange
 from traceml_ray.reports.answers import Answers
 from traceml_ray.reports.files import write_reports
 from traceml_ray.settings import Settings
@@ -109,6 +110,8 @@ class LiveAnswers(Answers):
         request: requests a bundle by an id and returns why there will be none. Called with the writer's lock.
         profile: requests a profile in the same way.
         gauges: records Ray's own metrics; None: this is no process of Ray.
+        layers: requests the time of layers in the same way.
+        trackers: passes figures on to the ranks.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class LiveAnswers(Answers):
         profile: Callable[[wire.ProfileRequest, str], str | None],
         layers: Callable[[wire.LayersRequest, str], str | None],
         gauges: Callable[[list[query.RayGauge]], object] | None,
+        trackers: TrackerExchange,
     ) -> None:
         super().__init__(writer.path.parent, limits, errors)
         self.snapshots = Snapshots(writer.path.parent)
@@ -139,6 +143,7 @@ class LiveAnswers(Answers):
         self._by_kind[query.RemoveProfile] = lambda asked: remove_profile(self.folder, asked.id)
         self._by_kind[query.NoteSinks] = self._note_sinks
         self._by_kind[query.SetRayMetrics] = self._set_ray_metrics
+        self._by_kind[query.PassFigures] = lambda asked: trackers.pass_on(asked.run, asked.figures)
         self._by_kind[query.Snapshot] = self._snapshot
         self._by_kind[query.ReadFile] = lambda asked: self.snapshots.read(asked.name, asked.offset, asked.n)
         self._by_kind[query.Discard] = lambda asked: self.snapshots.remove(asked.name)
@@ -314,14 +319,16 @@ class AggregatorCore:
             self.commit,
         )  # fmt: skip
         self._layers = LayerRequests(self.errors, self._judge.running, lambda: ticks() / 1e9)
+        self._trackers = TrackerExchange()
         self._intake = RelayIntake(
             self._writer, recent, self._steps, signals, self._judge, self._bundling, self._profiling,
-            self._layers, clock, self.errors,
+            self._layers, self._trackers, clock, self.errors,
         )  # fmt: skip
         self._answers = LiveAnswers(
             settings.thresholds, self._writer, self._judge, self._steps, self.errors,
             flush=flush, commit=self.commit, used=self._be_busy, request=self._bundling.requested,
             profile=self._profiling.ask, layers=self._layers.ask, gauges=gauges,
+            trackers=self._trackers,
         )  # fmt: skip
         self.endings = Endings(
             self.folder, settings, self._writer, self.errors, self._bundling, self._profiling, clock, ticks,
@@ -372,7 +379,13 @@ class AggregatorCore:
         commands = [*self._judge.commands, *self._profiling.commands, *self._layers.commands]
         return codec.encode(
             wire.RelayReply(
-                codec.VERSION, stored, commands, self._judge.brief, self.pace.tick_s, self._clock()
+                codec.VERSION,
+                stored,
+                commands,
+                self._judge.brief,
+                self.pace.tick_s,
+                self._clock(),
+                self._trackers.figures,
             )
         )
 

@@ -99,6 +99,8 @@ class RankIntake:
         """Requests of people on this node; still to be sent."""
         self.verdicts: dict[str, dict[str, codec.Value]] = {}
         """Verdict on each run, for the log of its rank 0."""
+        self.figures: dict[str, wire.Figures] = {}
+        """Figures of each run, for the trackers of its rank 0."""
         self._commands: list[wire.Command] = []
         """Commands sent with every reply to a rank, for as long as the aggregator repeats them."""
         self._obeyed: set[codec.Value] = set()
@@ -161,8 +163,11 @@ class RankIntake:
                 self.output.poll_soon()  # its last output is there, and soon nobody waits for it
         settled = self.outbox.stored.get(batch.process_id, -1)
         rank = batch.identity
-        verdict = self.verdicts.get(rank.job_id, {}) if rank is not None and rank.global_rank == 0 else {}
-        reply = wire.RankReply(codec.VERSION, batch.process_id, process.seq, settled, self._commands, verdict)
+        run = rank.job_id if rank is not None and rank.global_rank == 0 else ""
+        reply = wire.RankReply(
+            codec.VERSION, batch.process_id, process.seq, settled, self._commands,
+            self.verdicts.get(run, {}), figures=self.figures.get(run),
+        )  # fmt: skip
         return codec.encode(reply)
 
     def _refusal(self, data: bytes, why: codec.WireError) -> bytes | None:

@@ -330,7 +330,7 @@ class RelayCore:
 
     def _replied(self, reply: wire.RelayReply) -> None:
         self._intake.handle_commands(reply.commands)
-        self._intake.verdicts = reply.verdicts
+        self._intake.verdicts, self._intake.figures = reply.verdicts, reply.figures
 
     def _tick(self, now: float) -> bool:
         """Send what is pending. Return whether more is waiting that can be sent soon."""

@@ -23,6 +23,7 @@ from traceml_ray.monitor.bundling import Bundling
 from traceml_ray.monitor.live_steps import LiveSteps, Recent
 from traceml_ray.monitor.live_verdict import LiveJudge
 from traceml_ray.monitor.profiling import LayerRequests, Profiling
+from traceml_ray.monitor.tracker_exchange import TrackerExchange
 from traceml_ray.signals.experts.records import EXPERTS
 from traceml_ray.signals.kind import Kind
 from traceml_ray.signals.kinds import KINDS
@@ -305,6 +306,7 @@ class RelayIntake:
         bundling: receives events.
         profiling: receives batches with what ranks report about their captures.
         layers: receives requests.
+        trackers: receives what ranks report of their trackers.
         clock: wall clock in ns.
         errors: the aggregator's error counts, by place.
     """
@@ -317,6 +319,7 @@ class RelayIntake:
     bundling: Bundling
     profiling: Profiling
     layers: LayerRequests
+    trackers: TrackerExchange
     clock: Callable[[], int]
     errors: Errors
 
@@ -447,6 +450,8 @@ class RelayIntake:
         for event in batch.events:
             self.add_event(self._clocks.on_ours(event, node_id), process, node_id)
         self._begin_requests(batch.requests)
+        if batch.trackers and process.identity is not None:
+            self.trackers.note(process.identity.job_id, batch.trackers)
         self.profiling.ingest(process, batch)
 
     def _begin_requests(self, requests: list[wire.MeasureRequest]) -> None:

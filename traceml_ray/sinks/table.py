@@ -37,6 +37,13 @@ KINDS = (
     SinkKind("ray", lambda settings: settings.ray_metrics, "ray_metrics", ""),
     SinkKind("kubeflow", lambda settings: settings.kubeflow, "kubeflow", ""),
     SinkKind("opentelemetry", lambda settings: settings.otel, "otel", "otel", lambda _: ("OTEL_",)),
+    SinkKind(
+        "trackers",
+        lambda settings: settings.log_to is not None,
+        "trackers",
+        "",
+        lambda _: ("WANDB_", "MLFLOW_"),
+    ),
 )
 
 

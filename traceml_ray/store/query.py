@@ -382,6 +382,16 @@ class SetRayMetrics(Request[None], frozen=True):
     gauges: Annotated[list[RayGauge], msgspec.Meta(max_length=64)]
 
 
+class PassFigures(Request[list[wire.TrackerState]], frozen=True):
+    """
+    Passes figures of the run `run` on to its rank 0, whose trackers they are for. The answer is how these are
+    doing, as far as that is known.
+    """
+
+    run: str
+    figures: wire.Figures
+
+
 class Discard(Request[None], frozen=True):
     """Removes the copy `name`."""
 

@@ -310,6 +310,50 @@ class Overhead(Part, frozen=True):
     sent_bytes: Count
 
 
+MAX_TRACKER_CHARS = 500
+"""Largest length of the texts in `TrackerState`, in characters."""
+_TrackerText = Annotated[str, msgspec.Meta(max_length=MAX_TRACKER_CHARS)]
+
+
+class Figures(Part, frozen=True):
+    """Figures of a run at one moment, for the experiment trackers that the script of rank 0 has open."""
+
+    made_ns: Count
+    """When they were made (ns since the epoch). Newer figures replace older ones."""
+    step: Int64
+    """The newest step that all ranks had reported."""
+    values: Annotated[dict[str, float], FEW] = {}
+    """Figures by name, with the unit in the name: `step_ms`."""
+    label: str = ""
+    """Label of the verdict; "": there is none yet."""
+    key: str = ""
+    """Identifies what the verdict names. It is the same while the same is named."""
+    severity: str = "info"
+    headline: str = ""
+    """The verdict and what it names, in one line."""
+    why: str = ""
+    """The verdict in sentences."""
+
+
+class TrackerState(Part, frozen=True):
+    """An experiment tracker into whose open run a rank process writes figures. Counts are cumulative."""
+
+    name: str
+    """Name of the tracker, as in `Settings.log_to`."""
+    run: _TrackerText = ""
+    """Id of the run in the tracker; "": not known, or it has none."""
+    where: _TrackerText = ""
+    """URL or folder of the run, for people. It holds no secret."""
+    uri: _TrackerText = ""
+    """Address under which the tracker's API finds the run, without a password; "": it cannot be found."""
+    sent: Count = 0
+    failed: Count = 0
+    dropped: Count = 0
+    """Number of figures that were replaced by newer ones while the tracker was busy."""
+    error: _TrackerText = ""
+    """The newest failure; "" if the last attempt succeeded."""
+
+
 class RankBatch(Message, tag="rank", frozen=True):
     """
     One tick of one rank's agent.
@@ -374,6 +418,8 @@ class RankBatch(Message, tag="rank", frozen=True):
     records: Annotated[Records, FEW] = {}
     requests: Annotated[list[MeasureRequest], FEW] = []
     """Requests of the script."""
+    trackers: Annotated[list[TrackerState], FEW] = []
+    """Of rank 0: each tracker in use, if any has changed."""
 
     def columns(self, skip: int = 0) -> Columns:
         """Return the columns of the rows, without the first `skip` rows."""
@@ -430,6 +476,8 @@ class RankReply(Message, tag="rank_reply", frozen=True):
     """
     refused: Annotated[dict[int, str], FEW] = {}
     """Number of a batch that the relay refuses → the reason. It must not be sent again."""
+    figures: Figures | None = None
+    """For rank 0: the newest figures for its trackers."""
 
 
 class NodeIdentity(Part, frozen=True):
@@ -482,6 +530,8 @@ class RelayReply(Message, tag="relay_reply", frozen=True):
     """Time between two messages in seconds, unless all ranks of the node have reported earlier."""
     sent_ns: Int64 | None = None
     """Time at which it was sent (ns, aggregator's clock)."""
+    figures: Annotated[dict[str, Figures], FEW] = {}
+    """Newest figures for the trackers of each run; see `RankReply.figures`."""
 
 
 class RankFailure(Part, frozen=True):

@@ -1,0 +1,1 @@
+"""Writes figures of a run into the experiment tracker that the training script has open."""
