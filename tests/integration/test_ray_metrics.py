@@ -5,6 +5,7 @@ after. Needs `ray[default]`: without it Ray serves no metrics.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import threading
@@ -48,10 +49,12 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def train(config: dict[str, Any]) -> None:
-    """Rank 1 is late, until there is a file `end`."""
+    """Rank 1 is late, until there is a file `end`. Ray Train has metrics of a worker that reports."""
     model = ray.train.torch.prepare_model(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    while True:
+    for number in itertools.count():
+        if number % 20 == 0:  # Ray drops a series that is not recorded again
+            ray.train.report({"number": number})
         time.sleep(0.05 if ray.train.get_context().get_world_rank() else 0.01)
         optimizer.zero_grad()
         model(torch.ones(1, 4)).sum().backward()
@@ -96,7 +99,8 @@ class Scraper(threading.Thread):
         while time.monotonic() < deadline:
             self.text, self.samples = scrape(self.port)
             tags = {"ray_train_run_name": self.name_of_run, "label": "straggler"}
-            if of(self.samples, "ray_traceml_verdict", **tags) == [1.0]:
+            named = of(self.samples, "ray_traceml_verdict", **tags) == [1.0]
+            if named and "ray_train_report" in self.text:
                 break
             time.sleep(0.5)
         self.end.touch()
@@ -130,6 +134,10 @@ def test_our_metrics_are_among_those_of_ray(port: int, tmp_path: Path) -> None:
     assert of(first.samples, "ray_traceml_verdict_info", label="straggler", **late) == [1.0]
     (busy,) = of(first.samples, "ray_traceml_rank_busy_seconds", **late)
     assert 0.05 < busy < 0.5
+    theirs = [line for line in first.text.splitlines() if line.startswith("ray_train_report_total")]
+    for line in theirs:
+        assert f'ray_train_run_id="{run.id}"' in line and 'ray_train_run_name="first"' in line
+    assert any('ray_train_worker_world_rank="1"' in line for line in theirs), "Ray Train has the same tags"
     second = fit(port, "second", tmp_path)
     (tmp_path / "second.txt").write_text(second.text)
     assert of(second.samples, "ray_traceml_ranks", ray_train_run_name="second") == [2.0, 2.0]

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -195,3 +196,26 @@ def test_the_series_end_when_the_process_of_the_sinks_does(played: Played) -> No
     process.end()
     process.join(30)
     assert ended
+
+
+@pytest.mark.parametrize(("port", "served"), [(8080, True), (-1, False), (0, False)])
+def test_a_ray_that_serves_no_metrics_is_said(
+    monkeypatch: pytest.MonkeyPatch, port: int, served: bool
+) -> None:
+    """Ray gives a node without the agent that serves its metrics the port -1."""
+    pytest.importorskip("ray")
+    from traceml_ray.ray import gauges
+
+    nodes = [
+        {"NodeID": "other", "MetricsExportPort": 8080 - port},
+        {"NodeID": "here", "MetricsExportPort": port},
+    ]
+    context = SimpleNamespace(get_node_id=lambda: "here")
+    fake = SimpleNamespace(nodes=lambda: nodes, get_runtime_context=lambda: context)
+    monkeypatch.setattr(gauges, "ray", fake)
+    gauges.RayGauges().set([])
+    if served:
+        gauges.check_served()
+    else:
+        with pytest.raises(query.QueryError, match=r"serves no metrics: .*ray\[default\]"):
+            gauges.RayGauges().set([RayGauge("ranks", "about", ("run",), [(("a",), 8.0)])])

@@ -224,6 +224,22 @@ def test_a_failure_is_said_until_something_arrives() -> None:
     assert (sender.state().sent, sender.state().failed, sender.state().error) == (1, 1, "")
 
 
+def test_the_newest_is_sent_again_where_a_place_forgets() -> None:
+    place = Place()
+    sender = Sender("ray", "metrics", place.send, every_s=0.01, again=True)
+    for item in (1, 2):
+        sender.offer(item)
+        for _ in range(2):
+            assert place.reached.acquire(timeout=30)
+            place.let.release()
+    place.let.release(1 << 10)
+    sender.close(time.monotonic() + 30)
+    assert place.items[:2] == [1, 1]
+    assert place.items.count(1) + place.items.count(2) == len(place.items)
+    assert place.items.count(2) >= 1
+    assert sender.state().dropped == 0
+
+
 class Taker:
     """A sink that keeps the reports."""
 

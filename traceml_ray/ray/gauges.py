@@ -27,8 +27,9 @@ def check_served() -> None:
 
 class RayGauges:
     """
-    Records gauges. A process of Ray reports each series that it has ever recorded again and again, and Ray
-    has no call to remove one. So a series that has ended gets the value `RayGauge.ended`, once.
+    Records gauges. Ray 2.60 drops a series that is not recorded again, after twice the interval at which
+    processes pass their metrics on. An older Ray may keep it until the process ends: it has no call to
+    remove a series. So a series that has ended gets the value `RayGauge.ended`, once.
     """
 
     def __init__(self) -> None:

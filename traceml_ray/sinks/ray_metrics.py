@@ -20,7 +20,10 @@ from .report import Report
 from .sink import Sender
 
 EVERY_S = 5.0
-"""Seconds between two reports. A process of Ray passes its metrics on every 10 s."""
+"""
+Seconds between two reports, also of the same figures: Ray drops a series that is not recorded again in twice
+the interval at which processes pass their metrics on (10 s).
+"""
 MOST_RANKS = 64
 """Largest number of ranks with a series each. Of more, only the slowest has one."""
 RUN = "ray_train_run_name", "ray_train_run_id"
@@ -35,7 +38,7 @@ class _Chosen:
 
     family: str
     ended: float = math.nan
-    """Value of a series that has ended: 0 for what counts or names, not a number for what is measured."""
+    """Last value of a series that has ended: 0 for what counts or names, NaN for what is measured."""
 
 
 CHOSEN = (
@@ -89,7 +92,7 @@ class RayMetrics:
 
     def __init__(self, reply: Callable[[bytes], bytes], every_s: float = EVERY_S) -> None:
         self._reply = reply
-        self._sender = Sender("ray", "metrics of Ray", self._send, every_s=every_s)
+        self._sender = Sender("ray", "metrics of Ray", self._send, every_s=every_s, again=True)
 
     def offer(self, report: Report) -> None:
         """Have the figures recorded. At the end of the session Ray drops them with the aggregator."""

@@ -62,6 +62,7 @@ class Sender(Generic[T]):
         send: sends one item; may wait, and raises if it fails. A failed item is not sent again.
         most: largest number of waiting items; 1: only the newest.
         every_s: least number of seconds between two items.
+        again: send the newest item every `every_s` seconds as long as there is no newer one.
         end: called in the thread once the last item has been sent.
     """
 
@@ -75,11 +76,14 @@ class Sender(Generic[T]):
         *,
         most: int = 1,
         every_s: float = 0.0,
+        again: bool = False,
         end: Callable[[], object] = lambda: None,
     ) -> None:
         self._send, self._end, self._every_s, self._most = send, end, every_s, most
         self._changed = threading.Condition()
         self._items: deque[T] = deque()
+        self._again = again
+        self._newest: tuple[T] | None = None
         self._closing = False
         self._state = SinkState(name=name, where=where)
         self._sent = self._failed = self._dropped = 0
@@ -136,5 +140,8 @@ class Sender(Generic[T]):
         """Wait for the next item and its time. None: the sink is closed, and nothing is waiting."""
         with self._changed:
             self._changed.wait_for(lambda: self._closing, self._every_s if self._sent + self._failed else 0)
+            if self._again and self._newest and not self._items and not self._closing:
+                return self._newest
             self._changed.wait_for(lambda: self._items or self._closing)
-            return (self._items.popleft(),) if self._items else None
+            self._newest = (self._items.popleft(),) if self._items else None
+            return self._newest

@@ -373,7 +373,7 @@ class RayGauge(msgspec.Struct, frozen=True):
     series: Annotated[list[tuple[tuple[str, ...], float]], msgspec.Meta(max_length=1024)]
     """Values of the tags, and the measured value, of each series."""
     ended: float = math.nan
-    """Value of a series that has ended: Ray goes on reporting it."""
+    """Last value of a series that has ended."""
 
 
 class SetRayMetrics(Request[None], frozen=True):
