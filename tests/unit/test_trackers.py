@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -221,6 +222,37 @@ def test_only_named_trackers_are_used(errors: Errors, monkeypatch: pytest.Monkey
     assert run.rows == []
 
 
+HANGS = """
+import os, sys, threading, types
+from traceml_ray.errors import Errors
+from traceml_ray.trackers.run_writer import TrackerLog
+from traceml_ray.wire.messages import Figures
+
+reached = threading.Event()
+
+class Run:
+    disabled = offline = False
+    path = url = "x"
+    settings = types.SimpleNamespace(base_url="x")
+    _init_pid = os.getpid()
+    def define_metric(self, *_, **__):
+        reached.set()
+        threading.Event().wait()
+
+sys.modules["wandb"] = types.SimpleNamespace(run=Run())
+log = TrackerLog("auto", Errors())
+log.offer(Figures(1, 40))
+assert reached.wait(30)
+log.stop()
+sys.exit(7)
+"""
+
+
+def test_a_script_ends_with_its_exit_code_while_a_tracker_hangs() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (7, b"")
+
+
 # -- what is written --------------------------------------------------------------------------------
 
 
@@ -375,6 +407,31 @@ def test_a_run_that_another_thread_has_opened_is_used_if_the_main_thread_has_non
     assert run.run_id == "main"
     let.set()
     other.join()
+
+
+def test_the_run_of_lightnings_logger_is_used_with_its_own_client(
+    mlflow: MlflowStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class MLFlowLogger:
+        def __init__(self) -> None:
+            self._run_id: str | None = None
+            self._mlflow_client = mlflow
+
+    name = "lightning.pytorch.loggers.mlflow"
+    module: Any = SimpleNamespace(MLFlowLogger=MLFlowLogger)
+    monkeypatch.setitem(sys.modules, name, module)
+    adapter, patcher = MlflowRun(), Patcher(debug=True)
+    {module: patch for module, _, patch in adapter.patches()}[name](patcher)
+    logger = module.MLFlowLogger()
+    patcher.restore()
+    assert adapter.open_run() is None, "Lightning opens its run with the first use"
+    logger._run_id = "of Lightning"
+    run = adapter.open_run()
+    assert run is not None
+    adapter.write(run, STRAGGLER, changed=False)
+    assert mlflow.batches[0][0] == "of Lightning"
+    del logger
+    assert adapter.open_run() is None
 
 
 @pytest.mark.parametrize("module", ["tensorboardX.writer", "torch.utils.tensorboard.writer"])
