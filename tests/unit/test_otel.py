@@ -26,6 +26,7 @@ from otlp_collector import Collector
 from played import Played
 
 from traceml_ray.settings import Settings
+from traceml_ray.signals.finding import Finding
 from traceml_ray.sinks import otel_spans, process
 from traceml_ray.sinks.otel import OpenTelemetry, Outcomes, exporter_of, opened, resource_of, shown
 from traceml_ray.sinks.otel_spans import EpisodeSpans, Ids
@@ -274,6 +275,35 @@ def test_times_that_cannot_be_asked_for_are_told_and_the_trace_is_sent_without(p
     spans.episodes.finish(report)
     assert [span.name for span in spans.memory.get_finished_spans()] == ["window", "straggler"]
     assert len(spans.failures) == 1
+
+
+def test_each_hang_of_a_rank_is_a_trace_and_a_rank_that_died_is_one_however_often_it_is_reported(
+    played: Played,
+) -> None:
+    session = session_of(played)
+    spans, report = Direct(session), report_of(session)
+
+    def take(seconds: int, label: str = "", from_s: int | None = None, **fields: Any) -> None:
+        from_ns = None if from_s is None else from_s * 10**9
+        one = Finding(
+            key=label, signal="steps", label=label, severity="critical", ranks=(3,), from_ns=from_ns
+        )
+        given = {"made_ns": seconds * 10**9, "episodes": (), "findings": (one,) if label else (), **fields}
+        spans.episodes.take(msgspec.structs.replace(report, **given))
+
+    take(20, "hang", 10)
+    take(30, "hang", 10)
+    assert spans.named("hang") == []
+    take(40)
+    take(70, "hang", 60)
+    take(80)
+    for seconds in (90, 100, 110):
+        take(seconds, "rank_lost", run_over=seconds > 90)
+    lasted = [(root.start_time // 10**9, root.end_time // 10**9) for root in spans.named("hang")]
+    assert lasted == [(10, 40), (60, 80)]
+    (lost,) = spans.named("rank_lost")
+    assert attributes(lost, "rank", "label") == (3, "rank_lost")
+    assert len({root.context.trace_id for root in (*spans.named("hang"), lost)}) == 3
 
 
 def test_traces_of_a_run_are_limited_and_the_others_counted_once(

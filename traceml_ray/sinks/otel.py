@@ -130,6 +130,7 @@ class _Run:
     def __init__(
         self,
         report: Report,
+        session: str,
         reader: Callable[[], MetricReader] | None,
         processor: Callable[[], SpanProcessor] | None,
         ask: Callable[[query.Request[Any]], Any],
@@ -143,7 +144,7 @@ class _Run:
         if processor is not None:
             self._tracers.add_span_processor(processor())
         self._gauges = _Gauges(self._meters)
-        self.spans = EpisodeSpans(self._tracers, ids, report.session, ask, failed)
+        self.spans = EpisodeSpans(self._tracers, ids, session, ask, failed)
 
     def take(self, report: Report) -> None:
         """Show the figures of `report`, and send what is new of its episodes."""
@@ -226,7 +227,9 @@ class OpenTelemetry:
         if self._run is not None and self._newest is not None:
             self._run.spans.finish(self._newest)
             self._end()
-        self._run = _Run(report, self._reader, self._processor, self._ask, self._not_known)
+        status = self._session.status
+        session = f"{report.session}/{status.started_at if status is not None else None}"
+        self._run = _Run(report, session, self._reader, self._processor, self._ask, self._not_known)
 
     def _close(self) -> None:
         self._end()

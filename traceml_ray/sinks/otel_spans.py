@@ -87,6 +87,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     from_step: int | None
     to_step: int | None
     began_ns: int
+    is_timed: bool
+    """Whether it is known when it began. If not, `began_ns` is when it was reported."""
     ended_ns: int | None
     """None: it goes on."""
     headline: str
@@ -99,7 +101,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         if self.ranks and other.ranks and not set(self.ranks) & set(other.ranks):
             return False
         if None in (self.from_step, self.to_step, other.from_step, other.to_step):
-            return True
+            is_later = self.ended_ns is not None and other.began_ns > self.ended_ns
+            return not (is_later and other.is_timed)
         return (self.from_step or 0) <= (other.to_step or 0) and (other.from_step or 0) <= (self.to_step or 0)
 
 
@@ -176,6 +179,7 @@ def _case(
         from_step=one.from_step,
         to_step=one.to_step,
         began_ns=began_ns,
+        is_timed=isinstance(one, TimedEpisode) or one.from_ns is not None,
         ended_ns=ended_ns if ended_ns is None else max(began_ns, ended_ns),
         headline=line,
         attributes=_known({**named, **attributes}),
@@ -204,7 +208,7 @@ class EpisodeSpans:
 
     Args:
         provider: sends the spans; its ids are `ids`.
-        session: name of the session, and of its start.
+        session: name of the session, and when it began: sessions of one name have different ids.
         ask: asks the session for the times of steps.
         failed: told of times that cannot be asked for.
     """
@@ -244,8 +248,9 @@ class EpisodeSpans:
                 return trace
         if any(left_out.is_same(case) for left_out in self._left_out):
             return None
-        name = "/".join(map(str, (self._session, report.run, case.label, case.stages, case.from_step)))
-        name = f"{name}/{case.ranks}"
+        began = case.began_ns if case.from_step is None and case.is_timed else case.from_step
+        names = self._session, report.run, case.label, case.stages, case.ranks, began
+        name = "/".join(map(str, names))
         context = self._ids.begin(name)
         sampled = self._provider.sampler.should_sample(None, context.trace_id, case.label)
         is_sampled = sampled.decision is Decision.RECORD_AND_SAMPLE
@@ -269,6 +274,7 @@ class EpisodeSpans:
         """Send the last window, and the root."""
         case, trace.is_over = trace.case, True
         end_ns = max(case.ended_ns or report.made_ns, trace.next_ns)
+        trace.case = msgspec.structs.replace(case, ended_ns=end_ns)
         self._window(report, trace, end_ns)
         self._ids.go_on(trace.name, "root")
         root = self._tracer.start_span(
