@@ -23,18 +23,19 @@ import msgspec
 
 from traceml_ray import text
 from traceml_ray.agent.bootstrap import rank_environment
-from traceml_ray.errors import error_text
+from traceml_ray.errors import Errors, error_text
 from traceml_ray.files import write_file
 from traceml_ray.monitor import private_folders as folders
 from traceml_ray.monitor.finish import LAUNCHER_S
 from traceml_ray.monitor.offline import DiskHangsError, OfflineEnd, OfflineRequest
+from traceml_ray.monitor.sink_process import SinkProcess
 from traceml_ray.ray.actors import FILE as ATTACHMENT
 from traceml_ray.ray.actors import ActorConfig, Attachment
 from traceml_ray.reports.headlines import beside, line_of
 from traceml_ray.settings import RelayPaths, Settings
 from traceml_ray.signals.memory.records import SNAPSHOTS
 from traceml_ray.sinks.alerts.config import read_alerts
-from traceml_ray.sinks.table import environment_of
+from traceml_ray.sinks.table import environment_of, wanted
 from traceml_ray.store.session import (
     Live,
     MonitorState,
@@ -93,6 +94,8 @@ _RAY_ENDS = (
     ": later rows stay on their node, because Ray ends with this one; with --ray-address they would be "
     "delivered"
 )
+_SINKS_S = 1.0
+"""How long a launcher waits until the process that reports the end of its session runs, in s."""
 _NO_MONITOR = "no monitor for this run"
 _RAY_IS_LEFT = "Ray of the monitor may still run"
 
@@ -403,7 +406,17 @@ class Monitor:
             log(f"the session file was damaged and is now {reply.aside}; some rows are lost with it")
         if reply.error:
             log(f"{self._unfinished}: {reply.error}")
+        else:
+            self._report_end()
         return not reply.error
+
+    def _report_end(self) -> None:
+        """Have the sinks report a session whose aggregator did not: it was not up yet, or has died."""
+        if self._session is not None and wanted(self.settings):
+            environ = environment_of(self.settings, self.environ)
+            sinks = SinkProcess(self._session.path, self.settings, lambda _: b"", Errors(), environ=environ)
+            sinks.end()
+            sinks.join(_SINKS_S)
 
 
 def _report(session: SessionFolder) -> None:

@@ -665,8 +665,8 @@ def test_a_sinks_process_that_is_killed_goes_on_where_it_was(
 
     wait_for_sent(1)
     for child in psutil.Process().children():
-        if "traceml_ray.sinks.process" in child.cmdline():
-            child.kill()
+        if "traceml_ray.sinks.apart" in child.cmdline():
+            child.children()[0].kill()
     wait_for_sent(0)
     played.play()
     played.end()

@@ -1,9 +1,10 @@
-"""The process in which a session's sinks are (`sinks.process`), as its aggregator has it."""
+"""The process of a session's sinks (`sinks.process`, started by `sinks.apart`), as its aggregator has it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -94,11 +95,12 @@ class SinkProcess:
                 ours.close()  # then it reports the end
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(END_S)
-                process.kill()
+                with contextlib.suppress(ProcessLookupError):  # also its child, which may hang
+                    os.killpg(process.pid, signal.SIGKILL)
 
     def _start(self, pipe: Connection) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", "traceml_ray.sinks.process", str(pipe.fileno()), str(self._folder)],
+            [sys.executable, "-m", "traceml_ray.sinks.apart", str(pipe.fileno()), str(self._folder)],
             env=self._environ,
             cwd="/",  # the user's folder may hold files named like modules
             stdin=subprocess.PIPE,

@@ -1,8 +1,6 @@
 """
 The process of a session's sinks, started by its aggregator (`monitor.sink_process`), which it asks over a
-pipe: a sink that hangs or fails touches neither training nor the aggregator.
-
-    python -m traceml_ray.sinks.process FD FOLDER < settings
+pipe: a sink that hangs or fails touches neither training nor the aggregator. `apart` starts it.
 
 When the aggregator has ended, the sinks are given the end of the session, as its file has it.
 """
