@@ -78,5 +78,6 @@ def _test(config: Config) -> int:
             failed += 1
             show(f"{name}: failed: {error}")
         else:
-            show(f"{name}: arrived in {text.duration(time.monotonic() - began)}")
+            took_s = time.monotonic() - began
+            show(f"{name}: arrived in {text.ms(1e3 * took_s) if took_s < 1 else text.duration(took_s)}")
     return 1 if failed else 0
