@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.analysis.labels import DEATHS, ReasonKind
+from traceml_ray.analysis.labels import DEATHS, LABELS, ReasonKind
 from traceml_ray.identity import RankIdentity
 from traceml_ray.settings import SettingError
 from traceml_ray.signals.finding import Finding
@@ -21,12 +21,6 @@ Action = Literal["diagnose", "reattempt", "evict"]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 _WORK: frozenset[ReasonKind] = frozenset({"tokens", "samples", "data", "between_steps", "experts"})
 """Reasons for a late rank that lie in its share of the work. Another node would be late with it, too."""
-_SIGNS: dict[str, Literal["straggler", "hang", "stalled", "dead"]] = {
-    "straggler": "straggler",
-    "hang": "hang",
-    "stalled": "stalled",
-    **dict.fromkeys(DEATHS, "dead"),
-}
 _MILDEST_FIRST: tuple[Action, ...] = ("diagnose", "reattempt", "evict")
 _LOOKS = 2
 """Number of looks that `stale_s` must be long enough for."""
@@ -75,7 +69,8 @@ class HealthLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class Sign(msgspec.Struct, frozen=True, kw_only=True):
     """Something that a look at a run has shown, and that may call for a decision."""
 
-    kind: Literal["straggler", "hang", "stalled", "dead"]
+    kind: str
+    """`straggler`, the label of a failure in which no rank died, or `dead`."""
     key: str
     """Key of the finding. It stays the same while the same thing is found."""
     ranks: tuple[int, ...]
@@ -146,8 +141,16 @@ def look_at(
 def _judged(findings: Sequence[Finding]) -> Iterator[Finding]:
     """Yield the findings that may be signs. A hang that is over is none."""
     for finding in findings:
-        if finding.signal == "steps" and finding.label in _SIGNS and finding.evidence.get("lasted_s") is None:
+        if finding.signal == "steps" and _kind_of(finding) and finding.evidence.get("lasted_s") is None:
             yield finding
+
+
+def _kind_of(finding: Finding) -> str:
+    """Return the kind of the sign that a finding on steps is; "": it is none."""
+    failures = (label for label, meaning in LABELS.items() if meaning.kind == "failure")
+    if finding.label in DEATHS:
+        return "dead"
+    return finding.label if finding.label in ("straggler", *failures) else ""
 
 
 def _doubt(verdict: LiveVerdict | None, ranks: Sequence[RankIdentity], attempt: int) -> str:
@@ -178,7 +181,7 @@ def _sign(finding: Finding, verdict: LiveVerdict, node_of: Mapping[int, str | No
     work = any(one.reason is not None and one.reason.what in _WORK for one in judgements)
     lasting = finding.evidence.get("pattern") == "lasting"
     return Sign(
-        kind=_SIGNS[finding.label],
+        kind=_kind_of(finding),
         key=finding.key,
         ranks=finding.ranks,
         nodes=nodes if whole else (),

@@ -327,8 +327,7 @@ class AggregatorCore:
         self._answers = LiveAnswers(
             settings.thresholds, self._writer, self._judge, self._steps, self.errors,
             flush=flush, commit=self.commit, used=self._be_busy, request=self._bundling.requested,
-            profile=self._profiling.ask, layers=self._layers.ask, gauges=gauges,
-            trackers=self._trackers,
+            profile=self._profiling.ask, layers=self._layers.ask, gauges=gauges, trackers=self._trackers,
         )  # fmt: skip
         self.endings = Endings(
             self.folder, settings, self._writer, self.errors, self._bundling, self._profiling, clock, ticks,
@@ -336,10 +335,14 @@ class AggregatorCore:
         )  # fmt: skip
         self.pace = RelayPace(ticks)
         self._busy_ns = ticks()
-        start = {"session": self.folder.name, "started_at": clock(), "status": "running", **info}
-        start["settings"] = settings.changed()
-        self._writer.set_meta(**{key: self._writer.meta.get(key, value) for key, value in start.items()})
+        self._note_start(info)
         self._reload()
+
+    def _note_start(self, info: dict[str, Any]) -> None:
+        """Store what is known at the start, except what an earlier process of this session has stored."""
+        start = {"session": self.folder.name, "started_at": self._clock(), "status": "running", **info}
+        start["settings"] = self.settings.changed()
+        self._writer.set_meta(**{key: self._writer.meta.get(key, value) for key, value in start.items()})
 
     @property
     def verdict(self) -> Verdict | None:
