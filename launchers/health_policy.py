@@ -71,8 +71,8 @@ def ray_health() -> Any:
         health = importlib.import_module("ray.train.health")
     except ImportError as error:
         raise HealthCheckError(
-            f"Ray {ray.__version__} has no ray.train.health ({error}). It is in no release of Ray yet: remove "
-            "health_check(), or use a Ray that has it"
+            f"Ray {ray.__version__} has no ray.train.health ({error}). It is in no release of Ray yet: "
+            "remove health_check(), or use a Ray that has it"
         ) from None
     for name, needed in _FIELDS.items():
         cls = getattr(health, name, None)

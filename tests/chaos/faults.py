@@ -27,7 +27,7 @@ Steps = Generator[None, None, None]
 RELAY, AGGREGATOR, RAYLET, GCS = "NodeRelay", "Aggregator", "raylet", "gcs_server"
 PAUSE_S = 1.5
 """Of training, where there has to be time for something to be noticed."""
-SINKS = {"prometheus", "alerts", "kubeflow", "opentelemetry"}
+SINKS = {"prometheus", "alerts", "kubeflow", "opentelemetry", "trackers"}
 """The sinks that can fail, all of which have nobody who takes what they send."""
 
 

@@ -111,10 +111,10 @@ LONG = [
             "every sink dead, then hanging, then refusing",
             faults.sinks_harmed(port),
             channel,
-            script=("--steps", "150", "--ms", "24"),
+            script=("--steps", "150", "--ms", "24", "--tracker"),
             flags=(
                 *("--metrics-port", "9", "--metrics-host", NOWHERE, "--alerts", str(HERE / "alerts.toml")),
-                *("--kubeflow", "--ray-metrics", "--otel"),
+                *("--kubeflow", "--ray-metrics", "--otel", "--log-to", "auto"),
             ),
             environ={
                 "CHAOS_PLACE": f"http://127.0.0.1:{port}",

@@ -2,9 +2,9 @@
 A tiny DDP training that writes down what it computed and how long any hook of ours held it up.
 
     train.py FOLDER --steps 120 [--ms 12] [--end exit|raise|gone|term|int|kill] [--children fork|spawn]
-        [--device]
+        [--device] [--tracker]
 
-With `--device` it computes on a played device, whose clock the agent reads. At every 30th step rank 0 says
+With `--tracker` it has a run of W&B open that fails once and never returns after that. With `--device` it computes on a played device, whose clock the agent reads. At every 30th step rank 0 says
 so (`stop.K`) and all wait until the test has done its harm (`go.K`, or `go.all`), so that a fault hits every
 run at the same step. Everything is in `result.RANK` before the end.
 """
@@ -19,7 +19,9 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,25 @@ ENDS = {
 }
 
 
+class HungTracker(types.ModuleType):
+    """W&B with an open run whose first call fails, and none of whose later calls returns."""
+
+    disabled, offline, dir = False, True, "/nowhere"
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.run, self._calls = self, 0
+
+    def define_metric(self, *_: object, **__: object) -> None:
+        """Fail, then hang."""
+        self._calls += 1
+        if self._calls == 1:
+            raise ConnectionError("the tracker does not answer")
+        threading.Event().wait()
+
+    log = alert = define_metric
+
+
 def dataset(steps: int) -> torch.utils.data.Dataset[Any]:
     """Every step's data, the same in every run."""
     made = torch.Generator().manual_seed(1)
@@ -56,6 +77,8 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(rank)
     net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     device: Any = None
+    if args.tracker:
+        sys.modules["wandb"] = HungTracker()
     if args.device:
         import played_device
 
@@ -135,6 +158,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--end", default="")
     parser.add_argument("--children", default="")
     parser.add_argument("--device", action="store_true")
+    parser.add_argument("--tracker", action="store_true")
     return parser.parse_args(arguments)
 
 
