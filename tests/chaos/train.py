@@ -4,9 +4,10 @@ A tiny DDP training that writes down what it computed and how long any hook of o
     train.py FOLDER --steps 120 [--ms 12] [--end exit|raise|gone|term|int|kill] [--children fork|spawn]
         [--device] [--tracker]
 
-With `--tracker` it has a run of W&B open that fails once and never returns after that. With `--device` it computes on a played device, whose clock the agent reads. At every 30th step rank 0 says
-so (`stop.K`) and all wait until the test has done its harm (`go.K`, or `go.all`), so that a fault hits every
-run at the same step. Everything is in `result.RANK` before the end.
+With `--tracker` it has a run of W&B open that fails once and never returns after that. With `--device` it
+computes on a played device, whose clock the agent reads. At every 30th step rank 0 says so (`stop.K`) and all
+wait until the test has done its harm (`go.K`, or `go.all`), so that a fault hits every run at the same step.
+Everything is in `result.RANK` before the end.
 """
 
 from __future__ import annotations
