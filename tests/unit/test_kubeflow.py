@@ -23,7 +23,7 @@ from traceml_ray.sinks.process import Reporter
 from traceml_ray.sinks.process import opened as opened_kind
 from traceml_ray.sinks.report import Report, report_of
 from traceml_ray.sinks.sink import Sink, Unusable
-from traceml_ray.sinks.table import wanted
+from traceml_ray.sinks.table import environment_of, wanted
 from traceml_ray.store.results import SinkState
 from traceml_ray.views.session_poll import SessionPoll
 
@@ -208,7 +208,13 @@ def test_outside_of_a_train_job_it_says_what_is_missing(monkeypatch: pytest.Monk
     (kind,) = wanted(Settings(kubeflow=True))
     sink: Sink = opened_kind(kind, None, Settings())  # type: ignore[arg-type]
     assert isinstance(sink, Unusable)
-    assert sink.state().error.startswith(f"ValueError: {name} not set where the aggregator runs: ")
+    assert sink.state().error.startswith(f"ValueError: {name} not set where the session is started: ")
+
+
+def test_the_variables_are_those_of_who_starts_the_session(server: StatusServer) -> None:
+    environ = server.environ()
+    assert environment_of(Settings(kubeflow=True), {**environ, "HOME": "/root"}) == environ
+    assert environment_of(Settings(), environ) == {}
 
 
 def test_a_token_is_sent_to_https_alone_and_no_login_is_shown(server: StatusServer) -> None:

@@ -174,8 +174,8 @@ def opened(_session: SessionPoll, _settings: Settings, environ: Mapping[str, str
     missing = [name for name in (URL, CA, TOKEN) if not environ.get(name)]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} not set where the aggregator runs: Kubeflow Trainer sets it in the pods "
-            "of a TrainJob if its feature gate TrainJobStatus is on"
+            f"{', '.join(missing)} not set where the session is started: Kubeflow Trainer sets it in the "
+            "pods of a TrainJob if its feature gate TrainJobStatus is on"
         )
     parts = urlsplit(environ[URL])
     if parts.scheme != "https" or not parts.hostname:

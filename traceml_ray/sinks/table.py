@@ -35,7 +35,13 @@ KINDS = (
     ),
     SinkKind("alerts", lambda settings: settings.alerts is not None, "alerts.alerting", "", variables_of),
     SinkKind("ray", lambda settings: settings.ray_metrics, "ray_metrics", ""),
-    SinkKind("kubeflow", lambda settings: settings.kubeflow, "kubeflow", ""),
+    SinkKind(
+        "kubeflow",
+        lambda settings: settings.kubeflow,
+        "kubeflow",
+        "",
+        lambda _: ("KUBEFLOW_TRAINER_SERVER_",),
+    ),
     SinkKind("opentelemetry", lambda settings: settings.otel, "otel", "otel", lambda _: ("OTEL_",)),
     SinkKind(
         "trackers",
