@@ -23,6 +23,7 @@ import msgspec
 from traceml_ray import text
 from traceml_ray.errors import Errors, error_text
 from traceml_ray.store import query
+from traceml_ray.wire.codec import ready
 
 from .health_rules import Action, HealthLimits, Look, Opinion, decide, kept, look_at
 
@@ -89,7 +90,7 @@ def ray_health() -> Any:
 def evaluator(limits: dict[str, Any], checks: Sequence[Any]) -> Any:
     """Return a new evaluator for Ray Train's controller. Raises HealthCheckError."""
     health = ray_health()
-    judge = HealthJudge(msgspec.convert(limits, HealthLimits))
+    judge = HealthJudge(msgspec.convert(limits, ready(HealthLimits)))
 
     class TraceMLEvaluator(health.Evaluator):  # type: ignore[misc, name-defined]
         def evaluate(self, state: object) -> Any:

@@ -16,6 +16,7 @@ from traceml_ray.identity import RankIdentity
 from traceml_ray.settings import SettingError
 from traceml_ray.signals.finding import Finding
 from traceml_ray.store.results import LiveVerdict, NodeInfo
+from traceml_ray.wire.codec import ready
 
 Action = Literal["diagnose", "reattempt", "evict"]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -54,7 +55,7 @@ class HealthLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def checked(cls, fields: Mapping[str, object]) -> HealthLimits:
         """Return the limits with these fields. Raises SettingError for an unknown field or a bad value."""
         try:
-            limits = msgspec.convert(dict(fields), cls)
+            limits = msgspec.convert(dict(fields), ready(cls))
         except msgspec.ValidationError as error:
             known = ", ".join(cls.__struct_fields__)
             raise SettingError(f"health check: {error}. Its settings: {known}") from None

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -48,13 +49,24 @@ def _signals_as_before() -> Iterator[None]:
 
 
 @pytest.fixture
+def played(tmp_path: Path) -> Iterator[Any]:
+    """A played session (`played.Played`) of 8 ranks, whose rank 5 is late in `data` from step 100 on."""
+    from played import Played
+
+    session = Played(tmp_path / "demo")
+    for _ in range(30):
+        session.play()
+    yield session
+    session.aggregator.close()
+
+
+@pytest.fixture
 def snapshot(request: pytest.FixtureRequest) -> Snapshot:
     return Snapshot(request.node.nodeid.removeprefix("tests/"))
 
 
 # Tests that judge time, or start many processes at once, must run alone. If only some tests of a file do
 # so, they are marked in the file.
-# a file are like that, they are marked there.
 _ALONE = {
     "chaos/test_chaos.py",
     "integration/test_membership.py",

@@ -26,6 +26,7 @@ from traceml_ray.stages import (
     POST_SYNC,
     SYNC_WAIT,
 )
+from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import SourceError
 from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
@@ -257,6 +258,13 @@ class Played:
             self.clock(), 40.0 + 10 * node, 96, 21.0, 200 << 30, 512 << 30, n << 26, n << 24, n << 27,
             n << 27, gpus or None, 0, 0.01, 0.0, 0.02, 0,
         )  # fmt: skip
+
+
+def session_of(played: Played) -> SessionPoll:
+    """Return a poller of the session, which has asked once."""
+    session = SessionPoll(played.source, clock=played.clock, timer=played.clock.timer)
+    session.poll()
+    return session
 
 
 def played_to_end(

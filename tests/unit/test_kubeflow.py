@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from kubeflow_server import PATH, StatusServer, make_certificates
 from msgspec.structs import replace
-from played import Played
+from played import Played, session_of
 
 from traceml_ray.settings import Settings
 from traceml_ray.sinks import kubeflow
@@ -43,8 +43,7 @@ def server(tmp_path: Path) -> Iterator[StatusServer]:
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
     """Reports of a played session: before its first step, with 150 steps, and at its end."""
     played = Played(tmp_path_factory.mktemp("played") / "demo")
-    session = SessionPoll(played.source, clock=played.clock, timer=played.clock.timer)
-    session.poll()
+    session = session_of(played)
     made = [report_of(session)]
     for _ in range(30):
         played.play()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -23,7 +22,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 from otlp_collector import Collector
-from played import Played
+from played import Played, session_of
 
 from traceml_ray.settings import Settings
 from traceml_ray.signals.finding import Finding
@@ -46,22 +45,6 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ENDPOINT", "HEADERS", "PROTOCOL"):
         monkeypatch.delenv(f"OTEL_EXPORTER_OTLP_{name}", raising=False)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-
-
-@pytest.fixture
-def played(tmp_path: Path) -> Iterator[Played]:
-    """A session whose rank 5 is late in `data` from step 100 on."""
-    played = Played(tmp_path / "demo")
-    for _ in range(30):
-        played.play()
-    yield played
-    played.aggregator.close()
-
-
-def session_of(played: Played) -> SessionPoll:
-    session = SessionPoll(played.source, clock=played.clock, timer=played.clock.timer)
-    session.poll()
-    return session
 
 
 class Kept(MetricExporter):

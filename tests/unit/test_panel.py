@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from measured_layers import measured
 from msgspec.structs import replace
-from played import Played, look
+from played import Played, look, session_of
 from rich.color import ColorSystem
 from rich.text import Text
 from sessions import SECOND
@@ -231,8 +231,7 @@ def test_last_lines_of_a_rank_that_died_stand_below_the_verdict(played: Played) 
 
 
 def test_session_without_a_run_says_what_is_awaited(played: Played) -> None:
-    poll = SessionPoll(played.source, clock=played.clock, timer=played.clock.timer)
-    poll.poll()
+    poll = session_of(played)
     shown = text(seen(poll), 80, 24)
     assert "starting · no rank yet" in shown and "The run is starting" in shown
     assert "STRAGGLER n/a" in shown and "STEP n/a" in shown
@@ -343,8 +342,7 @@ def test_loads_of_nodes_are_those_that_polls_bring_after_a_few_at_first(played: 
         return {node: [load.t_ns for load in newest] for node, newest in run.loads.items()}
 
     before = followed(played, 30)
-    poll = SessionPoll(played.source, clock=played.clock, timer=played.clock.timer)
-    poll.poll()
+    poll = session_of(played)
     first = loads(poll)
     assert {*map(len, first.values())} == {24} and len(first) == 4
     assert all(times == sorted(times) and times == loads(before)[node][-24:] for node, times in first.items())

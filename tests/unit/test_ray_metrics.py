@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
-from played import Played
+from played import Played, session_of
 
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.sink_process import SinkProcess
@@ -46,21 +45,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     monkeypatch.setattr(gauges, "Gauge", Gauge)
     monkeypatch.setattr(gauges, "check_served", lambda: None)
     return values
-
-
-@pytest.fixture
-def played(tmp_path: Path) -> Iterator[Played]:
-    played = Played(tmp_path / "demo")
-    for _ in range(30):
-        played.play()
-    yield played
-    played.aggregator.close()
-
-
-def session_of(played: Played) -> SessionPoll:
-    session = SessionPoll(played.source, clock=played.clock, timer=played.clock.timer)
-    session.poll()
-    return session
 
 
 def of(recorded: Recorded, name: str, **tags: str) -> list[float]:

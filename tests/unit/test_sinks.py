@@ -6,12 +6,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from played import Played
+from played import Played, session_of
 from prometheus_client.parser import text_string_to_metric_families
 
 from traceml_ray.errors import Errors
@@ -26,22 +24,6 @@ from traceml_ray.sinks.sink import Sender
 from traceml_ray.sinks.table import environment_of, wanted
 from traceml_ray.store import query
 from traceml_ray.store.results import SinkState
-from traceml_ray.views.session_poll import SessionPoll
-
-
-@pytest.fixture
-def played(tmp_path: Path) -> Iterator[Played]:
-    played = Played(tmp_path / "demo")
-    for _ in range(30):
-        played.play()
-    yield played
-    played.aggregator.close()
-
-
-def session_of(played: Played) -> SessionPoll:
-    session = SessionPoll(played.source, clock=played.clock, timer=played.clock.timer)
-    session.poll()
-    return session
 
 
 def read(url: str, token: str = "") -> dict[str, dict[tuple[str, ...], float]]:

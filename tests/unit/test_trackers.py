@@ -12,14 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-from played import Played
+from played import Played, session_of
 from sessions import SECOND
 
 from traceml_ray.agent.patch.patcher import Patcher
@@ -33,7 +33,6 @@ from traceml_ray.trackers.run_writer import RunWriter, TrackerLog
 from traceml_ray.trackers.summary_writer import SummaryWriter
 from traceml_ray.trackers.tracker import TrackerPlace, without_password
 from traceml_ray.trackers.wandb_run import WandbRun
-from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
@@ -480,18 +479,8 @@ def events_of(folder: Path) -> list[tuple[str, int]]:
 # -- the way ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def played(tmp_path: Path) -> Iterator[Played]:
-    played = Played(tmp_path / "demo")
-    for _ in range(30):
-        played.play()
-    yield played
-    played.aggregator.close()
-
-
 def report(played: Played) -> Report:
-    session = SessionPoll(played.source, clock=played.clock, timer=played.clock.timer)
-    session.poll()
+    session = session_of(played)
     return report_of(session)
 
 
@@ -510,8 +499,7 @@ def test_figures_are_those_that_the_pages_show(played: Played) -> None:
 
 
 def test_figures_reach_rank_0_alone_and_what_it_says_comes_back(played: Played) -> None:
-    session = SessionPoll(played.source, clock=played.clock, timer=played.clock.timer)
-    session.poll()
+    session = session_of(played)
     trackers = sink.Trackers(session, "auto")
     assert trackers.state().where == "no run is open in rank 0 (auto)"
     trackers.offer(report_of(session))
