@@ -24,6 +24,7 @@ from traceml_ray.sinks.sink import Sender
 from traceml_ray.sinks.table import environment_of, wanted
 from traceml_ray.store import query
 from traceml_ray.store.results import SinkState
+from traceml_ray.store.session import SINKS
 
 
 def read(url: str, token: str = "") -> dict[str, dict[tuple[str, ...], float]]:
@@ -286,3 +287,15 @@ def test_a_sink_that_hangs_at_the_end_takes_no_time_from_the_others(played: Play
     finish(played.folder, Settings(), [Hanging(), Closing()], within_s=0.05)
     assert closed.wait(30)
     let.set()
+
+
+def test_what_could_not_be_sent_at_the_end_is_known_after_the_end(played: Played) -> None:
+    place = Place(fails=1)
+    sender = Sender[Report]("webhook", "http://place", place.send)
+    played.end()
+    place.let.release()
+    finish(played.folder, Settings(), [sender])
+    (state,) = sinks_of(played)
+    assert (state.failed, state.error) == (1, "ConnectionRefusedError: connection refused")
+    (played.folder / SINKS).write_text("[{]")
+    assert sinks_of(played) == [], "the session file has the states of before"

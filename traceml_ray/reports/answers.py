@@ -37,7 +37,7 @@ from traceml_ray.store.rank_processes import (
     world_size,
 )
 from traceml_ray.store.schema import SessionFileError, legible
-from traceml_ray.store.session import SessionFolder, holder, read_json
+from traceml_ray.store.session import SINKS, SessionFolder, holder, read_json
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.step_rows import MOST as MOST_ROWS
 from traceml_ray.store.step_rows import read_step_rows
@@ -222,9 +222,16 @@ class Answers:
             ranks=len(current_ranks(by_run(processes).get(run or "", []))),
             ledger=count(processes),
             errors=dict(errors),
-            sinks=msgspec.convert(meta.get("sinks", []), ready(list[results.SinkState])),
+            sinks=self._sinks(meta),
             verdict=verdict.label if verdict else None,
         )
+
+    def _sinks(self, meta: Mapping[str, Any]) -> list[results.SinkState]:
+        """Return the states of the sinks: those they have left, if the session is over and they left any."""
+        if is_over(meta):
+            with suppress(OSError, ValueError):
+                return read_json(self.folder / SINKS, list[results.SinkState])
+        return msgspec.convert(meta.get("sinks", []), ready(list[results.SinkState]))
 
     def _verdict(self, asked: query.GetVerdict) -> results.LiveVerdict | None:
         if not self._over(asked.run):

@@ -20,9 +20,11 @@ from threading import Thread
 import msgspec
 
 from traceml_ray.errors import error_text
+from traceml_ray.files import write_file
 from traceml_ray.settings import Settings
 from traceml_ray.store import query
 from traceml_ray.store.results import SinkState
+from traceml_ray.store.session import SINKS
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import PipeSource, SourceError, StoredSource
 from traceml_ray.wire.codec import ready
@@ -90,7 +92,10 @@ class Reporter:
 
 
 def finish(folder: Path, settings: Settings, sinks: Sequence[Sink], within_s: float = CLOSE_S) -> None:
-    """Report the end of the session in `folder`, if it has ended, and close the sinks. Never raises."""
+    """
+    Report the end of the session in `folder`, if it has ended, and close the sinks. Their last states are
+    left in the folder. Never raises.
+    """
     deadline = time.monotonic() + within_s
     with contextlib.suppress(SourceError):
         session = SessionPoll(StoredSource(folder, settings.thresholds), thresholds=settings.thresholds)
@@ -102,6 +107,8 @@ def finish(folder: Path, settings: Settings, sinks: Sequence[Sink], within_s: fl
         thread.start()
     for thread in closing:
         thread.join(max(0.0, deadline - time.monotonic()))
+    with contextlib.suppress(OSError):
+        write_file(folder / SINKS, msgspec.json.encode([sink.state() for sink in sinks]))
 
 
 def main() -> int:

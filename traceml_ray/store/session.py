@@ -123,11 +123,13 @@ def pid_in(fd: int) -> int | None:
 
 
 PAGE = "report.html"
+SINKS = "sinks.json"
+"""The last states of the sinks. They are written after the session file is closed."""
 REPORTS = ("summary.json", "report.txt", PAGE)
 """Reports of a session. The page is missing if it could not be made."""
 _OWN = (
     *("session.*", "snapshot-*.sqlite*", "summary.json", "report.*", LIVE, "*.tmp", "*.spool"),
-    "alerts.json",
+    *("alerts.json", SINKS),
     *("bundles", "profiles", "snapshots"),
 )
 """Patterns of the files that a monitor writes into its session's folder."""
