@@ -92,7 +92,7 @@ def recorded(folder: Path, end_s: float) -> str:
     """
     played = Logging(folder, onset=50)
     session = SessionPoll(played.source, clock=played.clock, timer=played.clock.timer)
-    lines = []
+    samples: list[tuple[str, float, float]] = []
     for age_s in range(RANGE_S, -1, -INTERVAL_S // 4):
         played.play(10)
         session.poll()
@@ -100,9 +100,10 @@ def recorded(folder: Path, end_s: float) -> str:
             for name, labels, value, *_ in family.samples:
                 where = {**labels, "job": "training", "instance": "node-a:9464"}
                 pairs = ",".join(f"{key}={json.dumps(text)}" for key, text in where.items())
-                lines.append(f"{name}{{{pairs}}} {value!r} {end_s - age_s}")
+                samples.append((f"{name}{{{pairs}}}", end_s - age_s, value))
     played.aggregator.close()
-    return "\n".join([*sorted(lines), "# EOF", ""])
+    lines = [f"{series} {value!r} {time_s}" for series, time_s, value in sorted(samples)]
+    return "\n".join([*lines, "# EOF", ""])
 
 
 def asked_of(port: int, path: str, **parameters: str) -> Any:
