@@ -79,17 +79,22 @@ def _metrics(report: Report) -> Iterator[tuple[str, str]]:
     if report.total_steps:
         yield "total_steps", str(report.total_steps)
     for (_, quantile), seconds in series.get("step", ()):
-        yield f"step_time_{'median' if quantile == '0.5' else 'p95'}_s", f"{seconds:.6g}"
+        yield f"step_time_{'median' if quantile == '0.5' else 'p95'}_s", _written(seconds)
     for (_, what), rate in series.get("throughput", ()):
-        yield f"{what}_per_s", f"{rate:.6g}"
+        yield f"{what}_per_s", _written(rate)
     for (_, which), count in series.get("ranks", ()):
-        yield f"ranks_{which}", f"{count:.0f}"
+        yield f"ranks_{which}", _written(count)
     if report.verdict is not None:
         yield "verdict", report.verdict.label
     for _, ratio in series.get("verdict_cost", ()):
-        yield "verdict_cost_percent", f"{100 * ratio:.3g}"
+        yield "verdict_cost_percent", _written(100 * ratio, 3)
     for (_, name), value in series.get("logged", ())[:_MOST_LOGGED]:
-        yield name, f"{value:.6g}"
+        yield name, _written(value)
+
+
+def _written(value: float, digits: int = 6) -> str:
+    """Return a figure as the server takes it."""
+    return format(value, f".{digits}g")
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

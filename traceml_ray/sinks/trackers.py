@@ -38,7 +38,7 @@ def figures_of(report: Report) -> Figures | None:
     values: dict[str, float | None] = {}
     by_name = {family.name: family.series for family in report.figures}
     for (*_, quantile), seconds in by_name.get("step", ()):
-        values[f"step_p{float(quantile) * 100:.0f}_ms"] = seconds * 1e3
+        values[f"step_p{round(float(quantile) * 100)}_ms"] = seconds * 1e3
     for (*_, stage), seconds in by_name.get("exposed", ()):
         values[f"exposed_ms/{stage}"] = seconds * 1e3
     busy = {int(rank): seconds for (_, rank, _), seconds in by_name.get("rank_busy", ())}
