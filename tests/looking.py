@@ -12,6 +12,7 @@ from typing import Any
 import waitress
 from played import Played
 from selenium import webdriver
+from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
@@ -112,6 +113,22 @@ def until(browser: webdriver.Chrome, seen: Callable[[], Any], seconds: float = W
     """Wait until the result of `seen` is true, and return it."""
     wait = WebDriverWait(browser, seconds, 0.05, ignored_exceptions=(Exception,))
     return wait.until(lambda _: seen())
+
+
+def press(browser: webdriver.Chrome, by: str, what: str) -> None:
+    """
+    Click an element as soon as it is there. A page that is made again between the search and the click has
+    another one.
+    """
+
+    def pressed() -> bool:
+        try:
+            browser.find_element(by, what).click()
+        except (StaleElementReferenceException, NoSuchElementException):
+            return False
+        return True
+
+    until(browser, pressed)
 
 
 def text(browser: webdriver.Chrome, id: str) -> str:

@@ -20,6 +20,7 @@ from looking import (
     as_started,
     looks_right,
     loops,
+    press,
     screen,
     shift,
     shows,
@@ -265,12 +266,12 @@ def test_click_on_the_heatmap_opens_the_rank_and_a_reload_keeps_it(browser, serv
     browser.refresh()
     shows(browser, "rank-title", "Rank 5 on host-1")
     step = browser.current_url.partition("step=")[2]
-    browser.find_element(By.LINK_TEXT, f"step {step} of all ranks").click()
+    press(browser, By.LINK_TEXT, f"step {step} of all ranks")
     shows(browser, "step-title", f"Step {step}")
     shows(browser, "trail", f"Clusterhost-1rank 5step {step}")
     until(browser, lambda: browser.execute_script(BARS) == 7 * [8])
     shows(browser, "step-facts", "rank 5 (host-1), 1")
-    browser.find_element(By.LINK_TEXT, "← previous").click()
+    press(browser, By.LINK_TEXT, "← previous")
     shows(browser, "step-title", f"Step {int(step) - 1}")
     browser.back()
     browser.back()
@@ -330,7 +331,7 @@ def test_one_range_drives_every_chart_and_the_url(browser, served):
         served.play(1)
         shows(browser, "coverage", f"step {newest + 5}")
         assert shown(browser) == (low, high)
-        browser.find_element(By.CSS_SELECTOR, "#node-cards a").click()  # the range goes along
+        press(browser, By.CSS_SELECTOR, "#node-cards a")  # the range goes along
         shows(browser, "node-title", "Node")
         assert f"from={low + 0.5:.0f}" in browser.current_url
         browser.back()
@@ -473,13 +474,13 @@ def test_links_lead_from_page_to_page_without_a_reload(browser, served):
     browser.get(served.url + "/rank/5")
     shows(browser, "rank-title", "Rank 5")
     browser.execute_script("window.kept = true")
-    browser.find_element(By.LINK_TEXT, "next →").click()
+    press(browser, By.LINK_TEXT, "next →")
     shows(browser, "rank-title", "Rank 6")
     shows(browser, "rank-facts", "last step")
-    browser.find_element(By.LINK_TEXT, "host-1").click()
+    press(browser, By.LINK_TEXT, "host-1")
     shows(browser, "node-ranks", "forward")
     for page, id in (("Events", "event-table"), ("Overview", "event-list"), ("Health", "health-ledger")):
-        browser.find_element(By.LINK_TEXT, page).click()
+        press(browser, By.LINK_TEXT, page)
         until(browser, lambda id=id: text(browser, id))
     browser.back()
     shows(browser, "event-list", "rank 5")
@@ -496,7 +497,7 @@ def test_links_lead_from_page_to_page_without_a_reload(browser, served):
     assert search.get_attribute("value") == "fast"
     search.send_keys(Keys.CONTROL, "a", Keys.NULL, "host-0")
     until(browser, lambda: text(browser, "rank-table").endswith("4 of 8 ranks"))
-    browser.find_element(By.LINK_TEXT, "rank").click()
+    press(browser, By.LINK_TEXT, "rank")
     until(browser, lambda: browser.current_url.endswith("/ranks?q=host-0&sort=-rank"))
     until(browser, lambda: browser.find_element(By.CSS_SELECTOR, "#rank-table td").text == "3")
     assert browser.execute_script("return window.kept")
@@ -505,7 +506,7 @@ def test_links_lead_from_page_to_page_without_a_reload(browser, served):
 def test_heatmap_as_a_table(browser, served):
     browser.get(served.url + "/")
     drawn(browser)
-    browser.find_element(By.CSS_SELECTOR, "#heat-table > a").click()
+    press(browser, By.CSS_SELECTOR, "#heat-table > a")
     rows = until(browser, lambda: browser.find_elements(By.CSS_SELECTOR, "#heat-table tr"))
     assert len(rows) == 9
     assert rows[1].text.startswith("rank 5 (host-1)") and " 1.6" in rows[1].text  # the worst first
@@ -516,16 +517,16 @@ def test_pause_and_theme_buttons_work_and_the_theme_is_kept(browser, served):
     shows(browser, "state-badge", "live")
     assert browser.title == "▲ straggler: rank 5 (host-1) in data · played"
     assert "%23d9731a" in browser.find_element(By.CSS_SELECTOR, "link[rel=icon]").get_attribute("href")
-    browser.find_element(By.ID, "pause").click()
+    press(browser, By.ID, "pause")
     shows(browser, "paused", "paused at")
     before = text(browser, "coverage")
     served.play(1)
     assert text(browser, "coverage") == before
-    browser.find_element(By.ID, "pause").click()
+    press(browser, By.ID, "pause")
     until(browser, lambda: text(browser, "coverage") != before)
     ground = "return getComputedStyle(document.body).backgroundColor"
     light = browser.execute_script(ground)
-    browser.find_element(By.ID, "theme").click()
+    press(browser, By.ID, "theme")
     until(browser, lambda: browser.execute_script(ground) != light)
     browser.refresh()
     assert browser.execute_script(ground) != light

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import waitress
-from looking import end
+from looking import end, press
 from played import Played
 from ray_cluster import until
 from selenium.webdriver.common.by import By
@@ -78,7 +78,7 @@ def test_copied_link_leads_a_colleague_to_the_same_page_after_the_token(browser,
     browser.get(f"{url}{CHOSEN}&token=open-sesame")
     until(lambda: shown(browser, "rank-title"), "the rank's page")
     browser.execute_script(KEEP)
-    browser.find_element(By.XPATH, BUTTON).click()
+    press(browser, By.XPATH, BUTTON)
     link = until(lambda: browser.execute_script("return window.copied"), "the link is copied")
     assert link.startswith(f"{url}{CHOSEN}&session=played&run=") and "open-sesame" not in link
     browser.delete_all_cookies()  # a colleague
@@ -114,9 +114,9 @@ def test_link_on_another_site_asks_only_once_and_its_form_gets_nothing(
     form = f'<form method="post" action="{url}/bundles"><button id="post">Post</button></form>'
     (tmp_path / "site/index.html").write_text(f'<a id="link" href="{url}/rank/1">Link</a>{form}')
     browser.get(other_site)
-    browser.find_element(By.ID, "link").click()
+    press(browser, By.ID, "link")
     until(lambda: shown(browser, "rank-title"), "the rank's page, without being asked")
     browser.get(other_site)
-    browser.find_element(By.ID, "post").click()
+    press(browser, By.ID, "post")
     until(lambda: "made by another page" in browser.page_source, "the refusal")
     browser.delete_all_cookies()

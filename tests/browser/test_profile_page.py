@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from looking import Served
+from looking import Served, press
 from played import Played
 from profiled import stored
 from recorded import profiled, training
@@ -68,12 +68,10 @@ def text(browser: webdriver.Chrome, id: str) -> str:
 
 def test_profile_is_opened_sorted_compared_and_removed(browser, shown):
     browser.get(shown.url + "/profiles")
-    until(
-        browser, lambda: browser.find_element(By.CSS_SELECTOR, "#profile-list a[href*='/profile/2026']")
-    ).click()
+    press(browser, By.CSS_SELECTOR, "#profile-list a[href*='/profile/2026']")
     until(browser, lambda: "aten::addmm" in text(browser, "profile-operations"))
     assert "spends" in text(browser, "profile-compared")
-    browser.find_element(By.LINK_TEXT, "calls").click()
+    press(browser, By.LINK_TEXT, "calls")
     first = until(
         browser, lambda: "↓" in text(browser, "profile-operations") and browser.execute_script(NAMES)
     )
@@ -81,10 +79,10 @@ def test_profile_is_opened_sorted_compared_and_removed(browser, shown):
     browser.find_element(By.ID, "find").send_keys("addmm")
     until(browser, lambda: all("addmm" in name.lower() for name in browser.execute_script(NAMES)))
     before = browser.current_url
-    browser.find_element(By.LINK_TEXT, "All operations as CSV").click()
+    press(browser, By.LINK_TEXT, "All operations as CSV")
     assert browser.current_url == before  # a file, no page
-    browser.find_element(By.CSS_SELECTOR, "#profile-traces summary").click()
-    browser.find_element(By.CSS_SELECTOR, "#profile-traces button").click()
+    press(browser, By.CSS_SELECTOR, "#profile-traces summary")
+    press(browser, By.CSS_SELECTOR, "#profile-traces button")
     until(browser, lambda: "None yet" in text(browser, "profile-list"))
     assert profiles.names_of(shown.played.folder) == []
 
@@ -94,11 +92,11 @@ def test_form_asks_for_a_profile_and_shows_how_far_it_is(browser, shown):
     ranks = until(browser, lambda: browser.find_element(By.ID, "profile-ranks"))
     ranks.clear()
     ranks.send_keys("1,")
-    browser.find_element(By.CSS_SELECTOR, "#profile-form button").click()
+    press(browser, By.CSS_SELECTOR, "#profile-form button")
     assert not browser.execute_script("return arguments[0].validity.valid", ranks)  # not sent
     ranks.send_keys("5")
-    browser.find_element(By.ID, "profile-shapes").click()
-    browser.find_element(By.CSS_SELECTOR, "#profile-form button").click()
+    press(browser, By.ID, "profile-shapes")
+    press(browser, By.CSS_SELECTOR, "#profile-form button")
     until(browser, lambda: "Requested" in text(browser, "profile-now"))
     shown.play(1)
     until(browser, lambda: "ranks 1 and 5: waiting for step" in text(browser, "profile-now"))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from looking import answers, looks_right, shows, text, until
+from looking import answers, looks_right, press, shows, text, until
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 
@@ -129,19 +129,19 @@ def goes_where_it_says(browser: webdriver.Chrome, job: Job, rank: int) -> None:
     browser.execute_script(kept)
     copied: list[str] = []
     for button in ("Copy as text", "Copy link"):
-        until(browser, lambda button=button: press(browser, button))
+        until(browser, lambda button=button: press_button(browser, button))
         copied.append(
             until(browser, lambda: browser.execute_script("const was = copied; copied = ''; return was"))
         )
     assert headline(browser).lower() in copied[0].lower() and "Why: " in copied[0] and copied[1] in copied[0]
     assert copied[1].startswith(job.url) and "session=" in copied[1]
-    browser.find_element(By.LINK_TEXT, f"Open rank {rank}").click()
+    press(browser, By.LINK_TEXT, f"Open rank {rank}")
     shows(browser, "rank-title", f"Rank {rank} on ")
     browser.get(copied[1])
     shows(browser, "verdict-headline", f"rank {rank}")
 
 
-def press(browser: webdriver.Chrome, name: str) -> bool:
+def press_button(browser: webdriver.Chrome, name: str) -> bool:
     browser.find_element(By.XPATH, f"//button[contains(., '{name}')]").click()
     return True
 

@@ -392,6 +392,7 @@ def test_trainer_that_grows_continues_as_another_attempt(
     assert len(summary["session"]["nodes"]) == 2
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("callbacks_by_name")
 def test_health_check_sees_each_attempt_from_the_controller(session: Session, tmp_path: Path) -> None:
     judging, once = Judging(tmp_path), FailureConfig(max_failures=1)
