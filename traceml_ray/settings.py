@@ -50,9 +50,10 @@ _SESSION_NAME = Text(
     r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}",
     "1 to 64 letters, digits, '.', '_' or '-', and not begin with '.'",
 )
-_ONE_TRACKER = "(auto|wandb|mlflow|tensorboard)"
+_ONE_TRACKER = "(auto|wandb|mlflow|tensorboard|comet|aim)"
 _TRACKERS = Text(
-    f"{_ONE_TRACKER}(,{_ONE_TRACKER})*", "auto, wandb, mlflow, tensorboard, or several of them with commas"
+    f"{_ONE_TRACKER}(,{_ONE_TRACKER})*",
+    "auto, wandb, mlflow, tensorboard, comet, aim, or several of them with commas",
 )
 _ADDRESS = Text(r"[^\s/]+:\d{1,5}", "host:port, of the cluster's GCS")
 
@@ -172,7 +173,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     log_to: Annotated[str | None, _TRACKERS, OF_RANKS] = None
     """
     Experiment trackers whose run, opened by the script in rank 0, also gets the figures of the session:
-    `wandb`, `mlflow`, `tensorboard`, several with commas, or `auto` for every one that the script has open.
+    `wandb`, `mlflow`, `tensorboard`, `comet`, `aim`, several with commas, or `auto` for every one that the
+    script has open.
     """
     nice: Annotated[int, Bounds(0, 19), OF_LAUNCHERS] = 10
     """How much the priority of the monitor's own Ray is lowered below the launcher's."""

@@ -19,7 +19,7 @@ from traceml_ray.settings import RelayPaths, SettingError, Settings, help_of, of
 
 FIELDS = table(Settings)
 OF_DRIVERS = [name for name, setting in FIELDS.items() if not setting.of_launchers]
-WORDS = {"ray_address": ("a:1", "b:2"), "log_to": ("auto", "wandb,mlflow")}
+WORDS = {"ray_address": ("a:1", "b:2"), "log_to": ("auto", "wandb,comet,aim")}
 
 
 def values(name: str) -> tuple[Any, Any]:

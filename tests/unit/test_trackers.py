@@ -1,7 +1,7 @@
 """
 Figures in the run that a script has open in its tracker: what is written, and that a tracker that fails,
-hangs or ends touches nothing else. W&B and MLflow are stand-ins of the same shape here;
-`integration/test_trackers.py` uses the packages themselves.
+hangs or ends touches nothing else. W&B, MLflow, Comet and Aim are stand-ins of the same shape here;
+`integration/test_trackers.py` and `integration/test_comet_and_aim.py` use the packages themselves.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -28,6 +28,8 @@ from traceml_ray.sinks import trackers as sink
 from traceml_ray.sinks.report import Report, report_of
 from traceml_ray.sinks.report_in_tracker import attach
 from traceml_ray.store import query
+from traceml_ray.trackers.aim_run import AimRun
+from traceml_ray.trackers.comet_experiment import CometExperiment
 from traceml_ray.trackers.mlflow_run import MlflowRun
 from traceml_ray.trackers.run_writer import RunWriter, TrackerLog
 from traceml_ray.trackers.summary_writer import SummaryWriter
@@ -459,6 +461,184 @@ def test_tensorboard_gets_scalars_and_the_verdict_as_text(module: str, tmp_path:
     assert ("loss", 7) in events
     assert {("traceml/step_ms", 40), ("traceml/exposed_ms/data", 40)} <= set(events)
     assert ("traceml/verdict/text_summary", 40) in events
+
+
+class CometStandIn:
+    """What of `comet_ml.Experiment` is used. A step, or a context, becomes that of the experiment."""
+
+    url = "https://user:pass@comet.example/team/project/key?token=x"
+
+    def __init__(self) -> None:
+        self.alive, self.let = True, threading.Event()
+        self.streamer = threading.Thread(target=self.let.wait)
+        self.streamer.start()
+        self.curr_step = 7
+        self.context = "train"
+        self.metrics: list[tuple[str, float, int]] = []
+        self.others: dict[str, str] = {}
+
+    def get_key(self) -> str:
+        return "key"
+
+    def log_metric(
+        self, name: str, value: float, step: int | None = None, include_context: bool = True
+    ) -> None:
+        self.curr_step = self.curr_step if step is None else step
+        self.metrics.append((self._named(name, include_context), value, self.curr_step))
+
+    def _log_other(self, name: str, text: str, *, include_context: bool) -> None:
+        self.others[self._named(name, include_context)] = text
+
+    def _named(self, name: str, include_context: bool) -> str:
+        return f"{self.context}_{name}" if include_context else name
+
+
+@pytest.fixture
+def comet(monkeypatch: pytest.MonkeyPatch) -> Iterator[CometStandIn]:
+    assert CometExperiment().open_run() is None, "the script has not imported it"
+    experiment = CometStandIn()
+    module: Any = SimpleNamespace(get_global_experiment=lambda: experiment)
+    monkeypatch.setitem(sys.modules, "comet_ml.config", module)
+    yield experiment
+    experiment.let.set()
+
+
+def test_comet_gets_metrics_and_its_step_and_context_stay(comet: CometStandIn) -> None:
+    adapter = CometExperiment()
+    assert adapter.open_run() is comet
+    adapter.write(comet, STRAGGLER, changed=True)
+    adapter.write(comet, HEALTHY, changed=False)
+    assert comet.metrics[:3] == [
+        ("traceml/step", 40, 7),
+        ("traceml/step_ms", 21.5, 7),
+        ("traceml/exposed_ms/data", 12.0, 7),
+    ]
+    assert comet.metrics[3] == ("traceml/step", 60, 7)
+    assert comet.others == {"traceml/verdict": "straggler", "traceml/why": "Rank 5 is late."}
+    assert adapter.place(comet) == TrackerPlace(
+        "key", "https://comet.example/team/project/key", "https://comet.example"
+    )
+
+
+def test_an_offline_experiment_has_a_folder_and_no_page(
+    comet: CometStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comet, "url", None)
+    monkeypatch.setattr(comet, "offline_directory", "/data/comet", raising=False)
+    assert CometExperiment().place(comet) == TrackerPlace("", "/data/comet (offline)", "")
+
+
+def test_an_experiment_that_has_ended_or_is_of_the_parent_process_is_left_alone(comet: CometStandIn) -> None:
+    adapter = CometExperiment()
+    comet.alive = False
+    assert adapter.open_run() is None
+    comet.alive = True
+    assert adapter.open_run() is comet
+    child = os.fork()
+    if child == 0:
+        os._exit(adapter.open_run() is not None)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "a forked child does not have its thread"
+
+
+def test_comet_gets_the_report_by_the_key_of_the_experiment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    class APIExperiment:
+        def __init__(self, *, previous_experiment: str) -> None:
+            asked.append((previous_experiment,))
+
+        def log_asset(self, path: str, *, name: str) -> None:
+            asked.append((path, name))
+
+        def log_other(self, name: str, text: str) -> None:
+            asked.append((name, text))
+
+        def log_metrics(self, values: dict[str, float]) -> None:
+            asked.append((values,))
+
+    module: Any = SimpleNamespace(APIExperiment=APIExperiment)
+    module.api = module
+    monkeypatch.setitem(sys.modules, "comet_ml", module)
+    monkeypatch.setitem(sys.modules, "comet_ml.api", module)
+    attach(wire.TrackerState("comet", "", "/data/comet (offline)", ""), tmp_path / "report.html", STRAGGLER)
+    assert asked == []
+    state = wire.TrackerState(
+        "comet", "key", "https://comet.example/team/project/key", "https://comet.example"
+    )
+    attach(state, tmp_path / "report.html", STRAGGLER)
+    assert asked == [
+        ("key",),
+        (str(tmp_path / "report.html"), "traceml/report.html"),
+        ("traceml/verdict", "straggler"),
+        ("traceml/why", "Rank 5 is late."),
+        ({"traceml/step": 40, "traceml/step_ms": 21.5, "traceml/exposed_ms/data": 12.0},),
+    ]
+
+
+class AimStandIn:
+    """What of `aim.Run` is used."""
+
+    def __init__(self, name: str, *, read_only: bool = False) -> None:
+        self.hash, self.read_only = name, read_only
+        self.repo = SimpleNamespace(path="aim://user:pass@aim.example:53800")
+        self._resources: object | None = object()
+        self.series: list[tuple[Any, str, int, dict[str, Any]]] = []
+        self.parameters: dict[str, Any] = {}
+
+    def track(self, value: Any, *, name: str, step: int, context: dict[str, Any]) -> None:
+        self.series.append((value, name, step, context))
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.parameters[name] = value
+
+    def close(self) -> None:
+        self._resources = None
+
+
+@pytest.fixture
+def aim(monkeypatch: pytest.MonkeyPatch) -> Iterator[AimRun]:
+    module: Any = SimpleNamespace(Run=AimStandIn, Text=lambda text: ("text", text))
+    monkeypatch.setitem(sys.modules, "aim", module)
+    monkeypatch.setitem(sys.modules, "aim.sdk.run", module)
+    adapter, patcher = AimRun(), Patcher(debug=True)
+    ((name, _, patch),) = adapter.patches()
+    assert name == "aim.sdk.run"
+    patch(patcher)
+    yield adapter
+    patcher.restore()
+
+
+def test_aim_gets_series_with_a_context_and_the_verdict_as_parameter_and_text(aim: AimRun) -> None:
+    run = AimStandIn("1a2b")
+    assert aim.open_run() is run
+    aim.write(run, STRAGGLER, changed=True)
+    aim.write(run, HEALTHY, changed=False)
+    context = {"traceml": True}
+    assert run.series[:3] == [
+        (21.5, "traceml/step_ms", 40, context),
+        (12.0, "traceml/exposed_ms/data", 40, context),
+        (("text", "straggler: rank 5 in data: Rank 5 is late."), "traceml/verdict", 40, context),
+    ]
+    assert [name for _, name, step, _ in run.series if step == 60] == [
+        "traceml/step_ms",
+        "traceml/exposed_ms/data",
+    ]
+    assert run.parameters == {"traceml": {"verdict": "straggler", "why": "Rank 5 is late."}}
+    assert aim.place(run) == TrackerPlace("", "run 1a2b at aim://aim.example:53800", "")
+
+
+def test_the_first_run_of_aim_that_is_open_for_writing_is_used(aim: AimRun) -> None:
+    reader, first, second = (
+        AimStandIn(name, read_only=name == "reader") for name in ("reader", "first", "second")
+    )
+    assert aim.open_run() is first
+    first.close()
+    assert aim.open_run() is second
+    del second
+    assert aim.open_run() is None
+    assert reader.read_only
 
 
 def events_of(folder: Path) -> list[tuple[str, int]]:

@@ -53,9 +53,21 @@ def _to_wandb(state: TrackerState, report: Path, figures: Figures) -> None:
     run.upload_file(str(report), root=str(report.parent.parent))
 
 
+def _to_comet(state: TrackerState, report: Path, figures: Figures) -> None:
+    import comet_ml.api
+
+    api: Any = comet_ml.api
+    experiment = api.APIExperiment(previous_experiment=state.run)
+    experiment.log_asset(str(report), name=f"{_FOLDER}/{report.name}")
+    for name, text in {VERDICT: figures.label, WHY: figures.why}.items():
+        experiment.log_other(name, text)
+    experiment.log_metrics({STEP: figures.step, **values_of(figures)})
+
+
 _ATTACH: dict[str, Callable[[TrackerState, Path, Figures], None]] = {
     "mlflow": _to_mlflow,
     "wandb": _to_wandb,
+    "comet": _to_comet,
 }
 
 

@@ -48,7 +48,7 @@ KINDS = (
         lambda settings: settings.log_to is not None,
         "trackers",
         "",
-        lambda _: ("WANDB_", "MLFLOW_"),
+        lambda _: ("WANDB_", "MLFLOW_", "COMET_"),
     ),
 )
 

@@ -9,6 +9,8 @@ from traceml_ray.errors import Errors, error_text
 from traceml_ray.text import masked_text
 from traceml_ray.wire.messages import MAX_TRACKER_CHARS, Figures, TrackerState
 
+from .aim_run import AimRun
+from .comet_experiment import CometExperiment
 from .mlflow_run import MlflowRun
 from .summary_writer import SummaryWriter
 from .tracker import ImportPatch, Tracker, TrackerPlace
@@ -18,6 +20,8 @@ TRACKERS: dict[str, Callable[[], Tracker]] = {
     "wandb": WandbRun,
     "mlflow": MlflowRun,
     "tensorboard": SummaryWriter,
+    "comet": CometExperiment,
+    "aim": AimRun,
 }
 AUTO = "auto"
 """In `log_to`: every tracker in which the script has a run open."""
