@@ -45,6 +45,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_running_job_is_profiled_and_says_where_its_ranks_are_and_trains_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
