@@ -79,7 +79,7 @@ SECTIONS: dict[str, tuple[Shown, ...]] = {
             "chaos",
             "Two ranks of gloo DDP with faults of the monitor, beside the same run without one: processes "
             "killed, stopped or hanging; nodes lost; disks full, hanging or read-only; clocks moved; floods "
-            "and forged messages; scripts that raise, exit, fork or are killed.",
+            "and forged messages; sinks that are dead or hang; scripts that raise, exit, fork or are killed.",
         ),
         Shown("soak", "Ten minutes of faults: 8 ranks × 200 steps/s."),
     ),
