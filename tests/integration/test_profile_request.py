@@ -38,7 +38,7 @@ torch.manual_seed(0)
 layers = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
 model = DistributedDataParallel(layers)
 if rank == 2:
-    layers[2].register_forward_pre_hook(lambda *_: time.sleep(0.006 * os.path.exists("slow")))
+    layers[2].register_forward_pre_hook(lambda *_: time.sleep(0.02 * os.path.exists("slow")))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 step = 0
 while not os.path.exists("over"):
@@ -106,7 +106,7 @@ def test_ranks_record_the_same_steps_and_training_goes_on(
     assert names_of(job.session.path) == [stored.profile.id]
     # The layers of some steps, of which one is slow.
     (job.folder / "slow").touch()
-    assert main(["layers", "s", "--steps", "12", *out]) == 0
+    assert main(["layers", "s", "--steps", "30", *out]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert re.search(r"Layer 2 \(Linear\) takes \d[.\d]* ms longer on rank 2 \(", shown), shown
     assert re.search(r"Measured in \d+ steps of ranks 0-2", shown), shown
