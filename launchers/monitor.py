@@ -28,7 +28,6 @@ from traceml_ray.files import write_file
 from traceml_ray.monitor import private_folders as folders
 from traceml_ray.monitor.finish import LAUNCHER_S
 from traceml_ray.monitor.offline import DiskHangsError, OfflineEnd, OfflineRequest
-from traceml_ray.monitor.sink_process import SinkProcess
 from traceml_ray.ray.actors import FILE as ATTACHMENT
 from traceml_ray.ray.actors import ActorConfig, Attachment
 from traceml_ray.reports.headlines import beside, line_of
@@ -413,6 +412,8 @@ class Monitor:
     def _report_end(self) -> None:
         """Have the sinks report a session whose aggregator did not: it was not up yet, or has died."""
         if self._session is not None and wanted(self.settings):
+            from traceml_ray.monitor.sink_process import SinkProcess  # rarely needed
+
             environ = environment_of(self.settings, self.environ)
             sinks = SinkProcess(self._session.path, self.settings, lambda _: b"", Errors(), environ=environ)
             sinks.end()

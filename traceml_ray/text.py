@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime, timezone, tzinfo
 from typing import Any, NoReturn, TextIO
+from urllib.parse import urlsplit, urlunsplit
 
 NA = "n/a"
 MOMENT = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:\+00:00|Z))")
@@ -493,6 +494,15 @@ def _follows(option: str, word: str) -> bool:
 def masked_text(text: str) -> str:
     """Return a text of several lines (a message, a traceback) with each line `masked`."""
     return "\n".join(map(masked, Masker().hide_keys(text.split("\n"))))
+
+
+def without_login(url: str) -> str:
+    """Return a URL without user, password and query, which may hold a token. A path stays as it is."""
+    parts = urlsplit(url)
+    if not parts.netloc:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit((parts.scheme, host, parts.path, "", ""))
 
 
 def names_secret(name: str) -> bool | None:

@@ -28,12 +28,13 @@ from traceml_ray.sinks import trackers as sink
 from traceml_ray.sinks.report import Report, report_of
 from traceml_ray.sinks.report_in_tracker import attach
 from traceml_ray.store import query
+from traceml_ray.text import without_login
 from traceml_ray.trackers.aim_run import AimRun
 from traceml_ray.trackers.comet_experiment import CometExperiment
 from traceml_ray.trackers.mlflow_run import MlflowRun
 from traceml_ray.trackers.run_writer import RunWriter, TrackerLog
 from traceml_ray.trackers.summary_writer import SummaryWriter
-from traceml_ray.trackers.tracker import TrackerPlace, without_password
+from traceml_ray.trackers.tracker import TrackerPlace
 from traceml_ray.trackers.wandb_run import WandbRun
 from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
@@ -743,4 +744,4 @@ def test_no_store_is_made_where_the_ranks_store_is_not(tmp_path: Path) -> None:
     ],
 )
 def test_passwords_do_not_leave_the_rank(uri: str, shown: str) -> None:
-    assert without_password(uri) == shown
+    assert without_login(uri) == shown

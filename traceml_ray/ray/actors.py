@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 
 from traceml_ray.settings import Settings
-from traceml_ray.sinks.alerts.config import read_alerts
 from traceml_ray.sinks.table import environment_of
 
 NAMESPACE = "traceml"
@@ -180,6 +179,8 @@ def configure(settings: Settings, runtime_env: str = "") -> ActorConfig:
         from traceml_ray.reports.baseline import checked  # it imports numpy
 
         settings = checked(settings)
+    from traceml_ray.sinks.alerts.config import read_alerts  # only who starts a session needs it
+
     settings = read_alerts(settings, os.environ)
     config = ActorConfig(name, settings, info={"launcher": "ray"}, everywhere=True, runtime_env=runtime_env)
     return with_environment(config)

@@ -23,9 +23,10 @@ from urllib.parse import urlsplit
 
 from traceml_ray.settings import Settings
 from traceml_ray.store.results import SinkState
-from traceml_ray.text import HIDDEN
+from traceml_ray.text import HIDDEN, without_login
 from traceml_ray.views.session_poll import SessionPoll
 
+from .no_redirect import NoRedirect
 from .report import Report
 from .sink import Sender
 
@@ -97,13 +98,6 @@ def _written(value: float, digits: int = 6) -> str:
     return format(value, f".{digits}g")
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirected request would carry the token to another place."""
-
-    def redirect_request(self, *_: object) -> None:
-        """Follow none."""
-
-
 def post(status: Mapping[str, Any], url: str, ca: Path, token: Path) -> None:
     """
     Post a `trainerStatus`. The files are read each time, because both are replaced while a job runs.
@@ -121,7 +115,7 @@ def post(status: Mapping[str, Any], url: str, ca: Path, token: Path) -> None:
     trusted = urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=str(ca)))
     direct = urllib.request.ProxyHandler({})  # the server is a service of the cluster
     try:
-        with urllib.request.build_opener(trusted, direct, _NoRedirect).open(request, timeout=TIMEOUT_S):
+        with urllib.request.build_opener(trusted, direct, NoRedirect).open(request, timeout=TIMEOUT_S):
             pass
     except HTTPError as error:
         with error:
@@ -151,9 +145,9 @@ class Kubeflow:
     takes_reports = True
 
     def __init__(self, url: str, ca: Path, token: Path, every_s: float = EVERY_S) -> None:
-        parts = urlsplit(url)
-        where = f"https://{parts.netloc.rpartition('@')[2]}{parts.path}"
-        self._sender = Sender("kubeflow", where, partial(post, url=url, ca=ca, token=token), every_s=every_s)
+        self._sender = Sender(
+            "kubeflow", without_login(url), partial(post, url=url, ca=ca, token=token), every_s=every_s
+        )
 
     def offer(self, report: Report) -> None:
         """Have the progress posted, once there is a step."""

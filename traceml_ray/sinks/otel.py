@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from opentelemetry.metrics import Observation
 from opentelemetry.sdk.metrics import MeterProvider
@@ -28,6 +27,7 @@ from traceml_ray.errors import error_text
 from traceml_ray.settings import Settings
 from traceml_ray.store import query
 from traceml_ray.store.results import SinkState
+from traceml_ray.text import without_login
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.views.source import SourceError, StoredSource
 
@@ -303,9 +303,7 @@ def exporter_of(signal: str, environ: Mapping[str, str]) -> tuple[type, str] | N
 
 def shown(endpoint: str) -> str:
     """Return an endpoint without what may be secret: its user, password and query."""
-    parts = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}")
-    host = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{host}{parts.path}" if parts.scheme else f"{host}{parts.path}"
+    return without_login(endpoint if "//" in endpoint else f"//{endpoint}").removeprefix("//")
 
 
 def opened(session: SessionPoll, settings: Settings) -> OpenTelemetry:

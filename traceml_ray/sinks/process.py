@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import Thread
 
 import msgspec
 
@@ -30,7 +29,7 @@ from traceml_ray.views.source import PipeSource, SourceError, StoredSource
 from traceml_ray.wire.codec import ready
 
 from .report import report_of
-from .sink import Sink, Unusable
+from .sink import Sink, Unusable, close_all
 from .table import SinkKind, wanted
 
 POLL_S = 2.0
@@ -102,11 +101,7 @@ def finish(folder: Path, settings: Settings, sinks: Sequence[Sink], within_s: fl
         session.poll()
         if session.is_over:
             Reporter(session, sinks, settings.metrics_ranks).report()
-    closing = [Thread(target=sink.close, args=(deadline,), daemon=True) for sink in sinks]
-    for thread in closing:  # together: one that hangs takes no time from the others
-        thread.start()
-    for thread in closing:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    close_all([sink.close for sink in sinks], deadline)
     with contextlib.suppress(OSError):
         write_file(folder / SINKS, msgspec.json.encode([sink.state() for sink in sinks]))
 

@@ -7,9 +7,10 @@ import msgspec
 from traceml_ray.analysis.verdict_shapes import TimedEpisode, VerdictInfo
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.throughput.view import ThroughputView
+from traceml_ray.store.results import RunInfo
 from traceml_ray.views.findings import found_in
 from traceml_ray.views.session_poll import SessionPoll
-from traceml_ray.views.state import OVER, RUN_OVER, state_of
+from traceml_ray.views.state import OVER, RUN_OVER, entry_of, state_of
 
 from .figures import MOST, Family, families_of
 
@@ -57,6 +58,7 @@ def report_of(session: SessionPoll, most: int = MOST) -> Report:
 
 def _made(session: SessionPoll, most: int) -> Report:
     run, state = session.newest, state_of(session, session.newest)
+    entry = entry_of(session, run)
     progress = None if run is None else run.signals.get(ThroughputView.name)
     return Report(
         made_ns=session.clock(),
@@ -65,7 +67,7 @@ def _made(session: SessionPoll, most: int) -> Report:
         over=state in OVER,
         run_over=state in RUN_OVER,
         run=None if run is None else run.id,
-        run_name=None if run is None else next((r.name for r in session.runs if r.id == run.id), None),
+        run_name=None if entry is None else entry.name,
         world=0 if run is None else run.world,
         step=None if run is None else run.last_step,
         total_steps=progress and progress.total_steps,
@@ -74,17 +76,15 @@ def _made(session: SessionPoll, most: int) -> Report:
         findings=() if run is None else tuple(found_in(session, run, state)),
         episodes=() if run is None else tuple(run.episodes),
         figures=tuple(family for family in families_of(session, most) if family.series),
-        outcome=_outcome(session, state),
+        outcome=_outcome(session, entry, state),
         exit_code=None if session.status is None else session.status.exit_code,
     )
 
 
-def _outcome(session: SessionPoll, state: str) -> str:
+def _outcome(session: SessionPoll, entry: RunInfo | None, state: str) -> str:
     """Return how the newest run ended; if only its session says that, how the session did."""
     if state not in RUN_OVER:
         return "running"
-    of_run = next(
-        (one.status for one in session.runs if session.newest and one.id == session.newest.id), "ended"
-    )
+    of_run = entry.status if entry else "ended"
     of_session = session.status.status if session.status else "ended"
     return of_session if of_run in ("running", "ended") and of_session != "running" else of_run

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from traceml_ray.trackers.tracker import STEP, VERDICT, WHY, values_of, without_password
+from traceml_ray.text import without_login
+from traceml_ray.trackers.tracker import STEP, VERDICT, WHY, values_of
 from traceml_ray.wire.messages import Figures, TrackerState
 
 _FOLDER = "traceml"
@@ -74,7 +75,7 @@ _ATTACH: dict[str, Callable[[TrackerState, Path, Figures], None]] = {
 def _with_password(uri: str, variable: str) -> str:
     """Return the URI in the environment variable if it is this one, but with a password."""
     given = os.environ.get(variable, "")
-    return given if given and without_password(given) == uri else uri
+    return given if given and without_login(given) == uri else uri
 
 
 def _local(uri: str) -> Path | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
+
+from msgspec.structs import replace
 
 from traceml_ray.errors import error_text
 from traceml_ray.store.results import SinkState
@@ -33,15 +35,16 @@ class Sink(Protocol):
 
 
 class Unusable:
-    """In place of a sink that could not be opened: it says why."""
+    """In place of a sink, or of a sender, that cannot be used: it says why, and counts what is lost."""
 
     takes_reports = False
 
     def __init__(self, name: str, why: str) -> None:
         self._state = SinkState(name=name, where="", failed=1, error=why)
 
-    def offer(self, report: Report) -> None:
-        """Do nothing."""
+    def offer(self, item: object) -> None:
+        """Count it."""
+        self._state = replace(self._state, failed=self._state.failed + 1)
 
     def state(self) -> SinkState:
         """Return why it reports nothing."""
@@ -86,8 +89,6 @@ class Sender(Generic[T]):
         self._newest: tuple[T] | None = None
         self._closing = False
         self._state = SinkState(name=name, where=where)
-        self._sent = self._failed = self._dropped = 0
-        self._error = ""
         self._thread = threading.Thread(target=self._run, name=f"traceml-sink-{name}", daemon=True)
         self._thread.start()
 
@@ -97,20 +98,12 @@ class Sender(Generic[T]):
             self._items.append(item)
             while len(self._items) > self._most:
                 self._items.popleft()
-                self._dropped += 1
+                self._state = replace(self._state, dropped=self._state.dropped + 1)
             self._changed.notify_all()
 
     def state(self) -> SinkState:
         """Return how many items were sent, failed and were dropped."""
-        with self._changed:
-            return SinkState(
-                name=self._state.name,
-                where=self._state.where,
-                sent=self._sent,
-                failed=self._failed,
-                dropped=self._dropped,
-                error=self._error,
-            )
+        return self._state
 
     def close(self, deadline_s: float) -> None:
         """Send what is waiting, until `deadline_s` (`time.monotonic`) at the latest."""
@@ -134,14 +127,25 @@ class Sender(Generic[T]):
 
     def _note(self, *, sent: int = 0, failed: int = 0, error: str = "") -> None:
         with self._changed:
-            self._sent, self._failed, self._error = self._sent + sent, self._failed + failed, error
+            state = self._state
+            self._state = replace(state, sent=state.sent + sent, failed=state.failed + failed, error=error)
 
     def _next(self) -> tuple[T] | None:
         """Wait for the next item and its time. None: the sink is closed, and nothing is waiting."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing, self._every_s if self._sent + self._failed else 0)
+            tried = self._state.sent + self._state.failed
+            self._changed.wait_for(lambda: self._closing, self._every_s if tried else 0)
             if self._again and self._newest and not self._items and not self._closing:
                 return self._newest
             self._changed.wait_for(lambda: self._items or self._closing)
             self._newest = (self._items.popleft(),) if self._items else None
             return self._newest
+
+
+def close_all(closes: Iterable[Callable[[float], object]], deadline_s: float) -> None:
+    """Call all of `closes` with `deadline_s`, at the same time: one that hangs takes no time from others."""
+    threads = [threading.Thread(target=close, args=(deadline_s,), daemon=True) for close in closes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from traceml_ray.settings import Settings
 
-from .alerts.config import variables_of
-
 
 @dataclass(frozen=True)
 class SinkKind:
@@ -25,6 +23,12 @@ class SinkKind:
     """Environment variables that it reads. A name that ends in `_` stands for all that begin so."""
 
 
+def _variables_of_alerts(settings: Settings) -> Sequence[str]:
+    from .alerts.config import variables_of  # 5 ms that only a session with alerts takes
+
+    return variables_of(settings)
+
+
 KINDS = (
     SinkKind(
         "prometheus",
@@ -33,7 +37,9 @@ KINDS = (
         "metrics",
         lambda _: ("TRACEML_METRICS_TOKEN",),
     ),
-    SinkKind("alerts", lambda settings: settings.alerts is not None, "alerts.alerting", "", variables_of),
+    SinkKind(
+        "alerts", lambda settings: settings.alerts is not None, "alerts.alerting", "", _variables_of_alerts
+    ),
     SinkKind("ray", lambda settings: settings.ray_metrics, "ray_metrics", ""),
     SinkKind(
         "kubeflow",

@@ -7,9 +7,10 @@ import weakref
 from typing import Any
 
 from traceml_ray.agent.patch.patcher import Patcher
+from traceml_ray.text import without_login
 from traceml_ray.wire.messages import Figures
 
-from .tracker import VERDICT, ImportPatch, TrackerPlace, values_of, without_password
+from .tracker import VERDICT, ImportPatch, TrackerPlace, values_of
 
 _MODULE = "aim.sdk.run"
 _CONTEXT = {"traceml": True}
@@ -49,7 +50,7 @@ class AimRun:
 
     def place(self, run: Any) -> TrackerPlace:
         """Return the id of the run and the place of its repository."""
-        return TrackerPlace("", f"run {run.hash} at {without_password(str(run.repo.path))}", "")
+        return TrackerPlace("", f"run {run.hash} at {without_login(str(run.repo.path))}", "")
 
     def write(self, run: Any, figures: Figures, changed: bool) -> None:
         """Write figures as series; a new verdict as a parameter and a text."""

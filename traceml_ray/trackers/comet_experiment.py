@@ -6,9 +6,10 @@ import sys
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from traceml_ray.text import without_login
 from traceml_ray.wire.messages import Figures
 
-from .tracker import STEP, VERDICT, WHY, TrackerPlace, values_of, without_password
+from .tracker import STEP, VERDICT, WHY, TrackerPlace, values_of
 
 _CONFIG = "comet_ml.config"
 
@@ -28,15 +29,14 @@ class CometExperiment:
         experiment = running() if running else None
         if experiment is None or not experiment.alive:
             return None
-        return (
-            experiment if experiment.streamer.is_alive() else None
-        )  # a thread: a forked child does not have it
+        # The streamer is a thread, which a forked child does not have.
+        return experiment if experiment.streamer.is_alive() else None
 
     def place(self, run: Any) -> TrackerPlace:
         """Return the page of the experiment and its server; if it is offline, the folder of its archive."""
         if (folder := getattr(run, "offline_directory", None)) is not None and not run.url:
             return TrackerPlace("", f"{folder} (offline)", "")
-        page = without_password(run.url or "")
+        page = without_login(run.url or "")
         parts = urlsplit(page)
         return TrackerPlace(run.get_key(), page, urlunsplit((parts.scheme, parts.netloc, "", "", "")))
 

@@ -10,9 +10,10 @@ import weakref
 from typing import Any, NamedTuple
 
 from traceml_ray.agent.patch.patcher import Patcher
+from traceml_ray.text import without_login
 from traceml_ray.wire.messages import Figures
 
-from .tracker import VERDICT, WHY, ImportPatch, TrackerPlace, values_of, without_password
+from .tracker import VERDICT, WHY, ImportPatch, TrackerPlace, values_of
 
 _FLUENT = "mlflow.tracking.fluent"
 _LOGGERS = ("lightning.pytorch.loggers.mlflow", "pytorch_lightning.loggers.mlflow")
@@ -66,7 +67,7 @@ class MlflowRun:
 
     def place(self, run: _OpenRun) -> TrackerPlace:
         """Return the tracking URI, and the id of the run."""
-        uri = without_password(self._client_of(run).tracking_uri)
+        uri = without_login(self._client_of(run).tracking_uri)
         return TrackerPlace(run.run_id, f"run {run.run_id} at {uri}", uri)
 
     def write(self, run: _OpenRun, figures: Figures, changed: bool) -> None:

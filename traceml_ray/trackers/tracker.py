@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
-from urllib.parse import urlsplit, urlunsplit
 
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.wire.messages import Figures
@@ -61,12 +60,3 @@ class Tracker(Protocol):
 def values_of(figures: Figures) -> dict[str, float]:
     """Return the figures under the keys that a tracker gets."""
     return {f"{PREFIX}{name}": value for name, value in figures.values.items()}
-
-
-def without_password(uri: str) -> str:
-    """Return a URI without its user and password, and without a query, which may hold a token."""
-    parts = urlsplit(uri)
-    if not parts.hostname:
-        return uri
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit((parts.scheme, host, parts.path, "", ""))

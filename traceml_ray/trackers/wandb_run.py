@@ -6,9 +6,10 @@ import os
 import sys
 from typing import Any
 
+from traceml_ray.text import without_login
 from traceml_ray.wire.messages import Figures
 
-from .tracker import PREFIX, STEP, VERDICT, WHY, TrackerPlace, values_of, without_password
+from .tracker import PREFIX, STEP, VERDICT, WHY, TrackerPlace, values_of
 
 _LEVELS = {"critical": "ERROR", "warning": "WARN"}
 """Level of the alert on a verdict, by its severity. Other verdicts make no alert."""
@@ -37,9 +38,7 @@ class WandbRun:
         """Return the page of the run, or its folder if it is offline."""
         if run.offline:
             return TrackerPlace("", f"{run.dir} (offline)", "")
-        return TrackerPlace(
-            run.path, without_password(run.url or run.dir), without_password(run.settings.base_url)
-        )
+        return TrackerPlace(run.path, without_login(run.url or run.dir), without_login(run.settings.base_url))
 
     def write(self, run: Any, figures: Figures, changed: bool) -> None:
         """Write figures; a verdict that names something makes an alert."""

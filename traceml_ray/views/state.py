@@ -64,12 +64,12 @@ def state_of(cache: SessionPoll, run: RunState | None) -> str:
         return "stale"
     if run is None or run.last_step is None:
         return "waiting"
-    if _has_ended(_entry(cache, run)):
+    if _has_ended(entry_of(cache, run)):
         return "idle"
     return "ending" if run.died or all(process.ended for process in run.ranks.values()) else "live"
 
 
-def _entry(cache: SessionPoll, run: RunState | None) -> RunInfo | None:
+def entry_of(cache: SessionPoll, run: RunState | None) -> RunInfo | None:
     """Return what the session reports about a run. None: unknown."""
     return next((entry for entry in cache.runs if run is not None and entry.id == run.id), None)
 
@@ -169,7 +169,7 @@ def _heard(run: RunState) -> frozenset[int]:
 def session_facts(cache: SessionPoll, run: RunState | None) -> dict[str, Any]:
     """Return name, launcher, size and parallelism of a session, as far as they are known."""
     meta = cache.status
-    entry = _entry(cache, run)
+    entry = entry_of(cache, run)
     parallel = mode(process.strategy for process in run.ranks.values()) if run else None
     nodes = sum(bool(node.ranks) for node in run.nodes) if run else None
     return {

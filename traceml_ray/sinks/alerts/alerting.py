@@ -16,12 +16,12 @@ from traceml_ray.errors import error_text
 from traceml_ray.files import write_file
 from traceml_ray.settings import Settings
 from traceml_ray.sinks.report import Report
-from traceml_ray.sinks.sink import Sender
+from traceml_ray.sinks.sink import Sender, Unusable, close_all
 from traceml_ray.store.results import SinkState
 from traceml_ray.views.session_poll import SessionPoll
 from traceml_ray.wire.codec import ready
 
-from .config import AlertFileError, Alertmanager, Config, Destination, Place, parse, resolved
+from .config import AlertFileError, Alertmanager, Config, Destination, parse, resolved
 from .rules import AlertMachine, AlertMessage, AlertState, seen_of
 from .send import PAUSES_S, send_again, where_of
 
@@ -118,14 +118,7 @@ class Alerts:
             self._changed.notify_all()
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         self._ending.set()
-        closers = [
-            threading.Thread(target=sender.close, args=(deadline_s,), daemon=True)
-            for sender in self._senders.values()
-        ]
-        for closer in closers:
-            closer.start()
-        for closer in closers:
-            closer.join(max(0.0, deadline_s - time.monotonic()))
+        close_all([sender.close for sender in self._senders.values()], deadline_s)
 
     def look(self) -> None:
         """Compare the newest report with the rules, and hand on the messages that are due."""
@@ -168,27 +161,22 @@ class Alerts:
 
     def _sender(
         self, destination: Destination, environ: Mapping[str, str]
-    ) -> Sender[AlertMessage] | _Unusable:
+    ) -> Sender[AlertMessage] | Unusable:
         name, pauses_s = destination.name, self._pauses_s
         try:
             place, secrets = resolved(destination.place, environ)
         except AlertFileError as error:
-            return _Unusable(name, str(error))
+            return Unusable(name, str(error))
         # Alertmanager is sent again what goes on, so that only the newest message counts.
         most = 1 if isinstance(place, Alertmanager) else _MOST_WAITING
 
         def send(message: AlertMessage) -> None:
             try:
-                self._send(place, message, secrets, pauses_s)
+                send_again(place, message, secrets, self._ending, pauses_s)
             finally:
                 self._settle(name, message)
 
         return Sender(name, where_of(place), send, most=most)
-
-    def _send(
-        self, place: Place, message: AlertMessage, secrets: Sequence[str], pauses_s: Sequence[float]
-    ) -> None:
-        send_again(place, message, secrets, self._ending, pauses_s)
 
     def _settle(self, name: str, message: AlertMessage) -> None:
         """Note that a message was delivered, or given up; older ones were replaced by it."""
@@ -211,24 +199,6 @@ class Alerts:
             saved = Saved(owner=self._owner, state=self._machine.state, unsent=self._unsent)
             with contextlib.suppress(OSError):  # a full disk: a restart then sends again what was sent
                 write_file(self._path, msgspec.json.encode(saved))
-
-
-class _Unusable:
-    """In place of the sender to a destination that cannot be used; it says why, and counts what is lost."""
-
-    def __init__(self, name: str, why: str) -> None:
-        self._state = SinkState(name=name, where="", failed=1, error=why)
-
-    def offer(self, message: AlertMessage) -> None:
-        """Count it."""
-        self._state = msgspec.structs.replace(self._state, failed=self._state.failed + 1)
-
-    def state(self) -> SinkState:
-        """Return why nothing is sent."""
-        return self._state
-
-    def close(self, deadline_s: float) -> None:
-        """Do nothing."""
 
 
 def opened(session: SessionPoll, settings: Settings) -> Alerts:

@@ -21,13 +21,14 @@ import urllib.request
 from collections.abc import Sequence
 from email.message import EmailMessage
 from email.utils import formatdate, make_msgid, parseaddr
-from typing import Any, NoReturn
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 import msgspec
 
 from traceml_ray import __version__, text
 from traceml_ray.errors import error_text
+from traceml_ray.sinks.no_redirect import NoRedirect
 
 from . import words
 from .config import Alertmanager, Email, Place, Program, Slack, Webhook
@@ -122,14 +123,7 @@ def _send(place: Place, message: AlertMessage) -> None:
         _run(place, message)
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A POST that is redirected would arrive as a GET without its body."""
-
-    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
-        return None
-
-
-_OPENER = urllib.request.build_opener(_NoRedirect)
+_OPENER = urllib.request.build_opener(NoRedirect)
 
 
 def _post(url: str, body: object, headers: dict[str, str], timeout_s: float) -> None:
