@@ -31,6 +31,7 @@ from traceml_ray.store.schema import LISTS
 
 FILES = {
     "logged_values": "logged",
+    "lifecycle": "lifecycle",
     "rank_process": "ranks",
     "node": "nodes",
     "meta": "meta",
@@ -145,6 +146,8 @@ def test_parquet_is_the_session_file(out: Path, name: str, tmp_path: Path) -> No
         "shards",
         "experts",
         "logged",
+        "lifecycle",
+        "life",
         "findings",
     }
     for exported, table in read.items():  # the kinds do not hang on what a session happens to hold

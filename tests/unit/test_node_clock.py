@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sessions import MS, SECOND, Clock, Rank, Relay, aggregation, ask
 
 from traceml_ray.analysis.node_clock import DRIFT, ClockEstimate, NodeClock
+from traceml_ray.signals.goodput.records import LIFE, LIFECYCLE, Interval, Life, OpenInterval
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.memory.view import recordings_of
 from traceml_ray.store.schema import SessionFileError
@@ -273,3 +274,28 @@ def test_true_offset_is_never_outside_the_bound(rounds, ahead: int, drift: float
         answer = replied, node()
         now += pause * SECOND
     assert estimate.restarts == 0
+
+
+def test_all_times_of_a_record_are_converted_together_and_what_is_not_known_stays_so(live, tmp_path) -> None:
+    aggregator, clock = live
+    node, rank = Node(tmp_path, clock, 5.0), Rank(0, 1)
+    for _ in range(5):
+        node.exchange(aggregator, MS, MS, rank.batch(1))
+        clock.tick(0.5)
+    true = clock.now
+    open_now = [OpenInterval(2, "evaluation", SECOND, None, SECOND)]
+    life = Life(node.now(), node.now() - 9 * SECOND, None, node.now() - 7 * SECOND, open=open_now)
+    saved = Interval(1, "checkpoint_save", node.now() - 3 * SECOND, node.now() - SECOND, SECOND)
+    node.exchange(aggregator, MS, MS, rank.batch(1, life=[life], lifecycle=[saved]))
+    aggregator.commit()
+    with SessionFile(tmp_path / "session.sqlite") as file:
+        ((_, _, kept),) = file.records(LIFE)
+        ((_, _, interval),) = file.records(LIFECYCLE)
+    off = kept.t_ns - true
+    assert abs(off) <= MS
+    assert (kept.attached_ns - true, kept.born_ns) == (off - 9 * SECOND, None)
+    assert (kept.first_step_ns - true, kept.ended_ns) == (off - 7 * SECOND, None)
+    assert (interval.began_ns - true, interval.ended_ns - true) == (off - 3 * SECOND, off - SECOND)
+    (evaluation,) = kept.open_intervals()
+    assert (evaluation.began_ns - true, evaluation.ended_ns - true) == (off - SECOND, off)
+    assert kept.open_intervals([2]) == []

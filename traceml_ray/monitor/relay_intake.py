@@ -236,21 +236,25 @@ class NodeClocks:
         Return an event of a node with its time converted to the aggregator's clock, if the offset
         is known.
         """
-        return event if event.kind == _ON_ITS_OWN_CLOCK else self._moved(event, "t_ns", node_id)
+        return event if event.kind == _ON_ITS_OWN_CLOCK else self._moved(event, ("t_ns",), node_id)
 
     def record_on_ours(self, kind: Kind[_R], record: _R, node_id: str | None) -> _R:
         """
-        Return a record with its `node_time` converted to the aggregator's clock, if the offset is
+        Return a record with its `node_times` converted to the aggregator's clock, if the offset is
         known.
         """
-        return record if kind.node_time is None else self._moved(record, kind.node_time, node_id)
+        return self._moved(record, kind.node_times, node_id) if kind.node_times else record
 
-    def _moved(self, sent: _R, name: str, node_id: str | None) -> _R:
+    def _moved(self, sent: _R, names: Sequence[str], node_id: str | None) -> _R:
         node = self._writer.nodes.get(node_id or "")
         if node is None or not node.correction_ns:
             return sent
-        t_ns = getattr(sent, name) + node.correction_ns
-        return msgspec.structs.replace(sent, **{name: min(max(t_ns, -(1 << 63)), (1 << 63) - 1)})
+        known = {name: t_ns for name in names if (t_ns := getattr(sent, name)) is not None}
+        moved = {
+            name: min(max(t_ns + node.correction_ns, -(1 << 63)), (1 << 63) - 1)
+            for name, t_ns in known.items()
+        }
+        return msgspec.structs.replace(sent, **moved)
 
     def _is_due(self, node_id: str, now_ns: int, offset_ns: int, bound_ns: int) -> bool:
         """

@@ -65,9 +65,9 @@ class Kind(Generic[R]):
     """
     slot: Callable[[R], int] = field(default=lambda _: 0)
     """If only some records are kept: the slot of a record. It replaces the older record in that slot."""
-    node_time: str | None = None
+    node_times: tuple[str, ...] = ()
     """
-    Field with a time of the node's clock. It is converted to the aggregator's clock when the
+    Fields with times of the node's clock. They are converted to the aggregator's clock when the
     record arrives.
     """
     bundle: Bundled = "newest"

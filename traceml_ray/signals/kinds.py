@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from traceml_ray.signals.experts.records import EXPERTS
+from traceml_ray.signals.goodput.records import LIFE, LIFECYCLE
 from traceml_ray.signals.kind import Kind
 from traceml_ray.signals.layers.records import LAYERS
 from traceml_ray.signals.logged.records import LOGGED
@@ -19,7 +20,8 @@ from traceml_ray.signals.throughput.records import SIZES, WORK
 from traceml_ray.wire.codec import Part, encode_part
 
 KINDS: dict[str, Kind[Any]] = {
-    kind.name: kind for kind in (MEMORY, WORK, SIZES, OUTPUT, LAYERS, EXPERTS, SHARDING, LOGGED, NODE)
+    kind.name: kind
+    for kind in (MEMORY, WORK, SIZES, OUTPUT, LAYERS, EXPERTS, SHARDING, LOGGED, LIFECYCLE, LIFE, NODE)
 }
 """Kinds of records by name, in the order in which they get space in a batch."""
 OF_RECORD: dict[type[Part], Kind[Any]] = {kind.record: kind for kind in KINDS.values()}

@@ -38,7 +38,7 @@ OUTPUT = Kind(
     "lines of output",
     table="output",
     exported="output",
-    node_time="t_ns",
+    node_times=("t_ns",),
     bundle="all",
     forms={"lines": LINES},
     amount=lambda output: output.amount,
