@@ -1,0 +1,1 @@
+"""Machines measured by themselves, and compared with their peers."""
