@@ -94,6 +94,6 @@ CHECKS = Kind(
     exported="checks",
     keep=MOST_CHECKS,
     slot=lambda record: record.number,
-    node_time="t_ns",
+    node_times=("t_ns",),
     bundle="all",
 )

@@ -1,0 +1,130 @@
+"""How a check reaches its nodes: the interface, and the process of this node."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+
+from traceml_ray.signals.check.tasks import Task, TaskReply
+from traceml_ray.wire.codec import ready
+
+_END_S = 2.0
+_MAX_REPLY_BYTES = 1 << 22
+_TAIL_BYTES = 300
+
+
+class NoAnswerError(Exception):
+    """A node did not answer. The message is the reason."""
+
+
+class CheckNode(Protocol):
+    """A node of a check. Only one thread at a time asks it."""
+
+    @property
+    def name(self) -> str:
+        """Return the label of the node: its host name, or what distinguishes it from others on its host."""
+
+    @property
+    def address(self) -> str:
+        """Return the address at which other nodes reach it."""
+
+    @property
+    def reserved(self) -> str:
+        """Return in words what jobs have reserved on it; "": nothing that is known."""
+
+    def ask(self, task: Task, limit_s: float) -> TaskReply:
+        """Have a task done. Raises `NoAnswerError` after `limit_s` seconds, or when the node is gone."""
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a measuring process: without the monitor, which would take it for a rank."""
+    return {name: value for name, value in environ.items() if not name.startswith("TRACEML_")}
+
+
+class TaskProcess:
+    """
+    A process on this node that does tasks. It is started with the first task, and again after it had to be
+    killed.
+
+    Args:
+        environ: its environment.
+        nice: how much its priority is lowered.
+    """
+
+    def __init__(self, environ: Mapping[str, str], nice: int = 0) -> None:
+        self._environ, self._nice = environment(environ), nice
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, task: Task, limit_s: float) -> TaskReply:
+        """Have a task done. Raises NoAnswerError."""
+        deadline = time.monotonic() + limit_s
+        try:
+            process = self._running()
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(task) + b"\n")
+            process.stdin.flush()
+            line = self._line(process, deadline)
+            return msgspec.json.decode(line, type=ready(TaskReply))
+        except (OSError, msgspec.MsgspecError) as error:
+            self.end()
+            raise NoAnswerError(f"its measuring process failed: {error}") from None
+        except NoAnswerError:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Kill the process. One that cannot be killed, as a hanging disk holds it, is left."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                try:
+                    stream.close()
+                except OSError:
+                    pass
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            pass
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "traceml_ray.signals.check.process", str(self._nice)],
+                cwd="/",  # the user's folder may hold files named like modules
+                env=self._environ,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        return self._process
+
+    def _line(self, process: subprocess.Popen[bytes], deadline: float) -> bytes:
+        assert process.stdout is not None
+        fd, line = process.stdout.fileno(), b""
+        while not line.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([fd], [], [], left)[0]:
+                raise NoAnswerError("it did not answer in time")
+            part = os.read(fd, 1 << 16)
+            if not part or len(line) > _MAX_REPLY_BYTES:
+                raise NoAnswerError(f"its measuring process ended ({process.poll()})")
+            line += part
+        return line
+
+
+class ThisNode(TaskProcess):
+    """The machine of this process as the only node of a check."""
+
+    name = "this machine"
+    address = "127.0.0.1"
+    reserved = ""
