@@ -1,0 +1,210 @@
+"""Which rank did not join: the first collective that does not match, from the calls of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from traceml_ray.signals.collectives.calls import CollectiveCall, ProcessGroup, RankCollectives, table_of
+from traceml_ray.signals.collectives.match import Mismatch, match
+
+WORLD = ProcessGroup("0", "default_pg")
+SECOND = 1_000_000_000
+
+
+class Job:
+    """Ranks that call collectives one after the other, as gloo does: a call is over when all have joined."""
+
+    def __init__(self, world: int, groups: Sequence[ProcessGroup] = (WORLD,)) -> None:
+        self.world = world
+        self.groups = {group.name: group for group in groups}
+        self._calls: dict[int, list[CollectiveCall]] = {rank: [] for rank in range(world)}
+        self.now = SECOND
+
+    def call(self, ranks: Sequence[int], op: str = "all_reduce", *, line: int = 10, **more: Any) -> None:
+        """Let `ranks` call `op`; `more` are fields of the call, `group` its group."""
+        group = more.pop("group", "0")
+        for rank in ranks:
+            self.now += 1_000_000
+            made = sum(call.group == group for call in self._calls[rank])
+            sizes = {
+                "in_sizes": ((8,),),
+                "in_dtypes": ("Float",),
+                "out_sizes": ((8,),),
+                "out_dtypes": ("Float",),
+            }
+            fields = {"created_ns": self.now, "where": f"train (train.py:{line})", **sizes, **more}
+            self._calls[rank].append(CollectiveCall(group, made + 1, op, **fields))
+
+    def ranks(self, **changed: Any) -> list[RankCollectives]:
+        """Return the calls of all ranks. `changed` are fields of one rank: `rank1={"ended": True}`."""
+        last: dict[tuple[str, int], int] = {}
+        for calls in self._calls.values():
+            for call in calls:
+                key = call.group, call.seq
+                last[key] = last.get(key, 0) + 1
+        reports = []
+        for rank, calls in self._calls.items():
+            groups = [g for g in self.groups.values() if g.ranks is None or rank in g.ranks]
+            done = [
+                msgspec.structs.replace(call, done=last[call.group, call.seq] == self._size(call.group))
+                for call in calls
+            ]
+            report = RankCollectives(
+                rank=rank, calls=done, groups=groups, whole=True, taken_ns=self.now + 5 * SECOND
+            )
+            reports.append(msgspec.structs.replace(report, **changed.get(f"rank{rank}", {})))
+        return reports
+
+    def _size(self, group: str) -> int:
+        ranks = self.groups[group].ranks
+        return self.world if ranks is None else len(ranks)
+
+
+def _named(mismatch: Mismatch | None) -> tuple[str, tuple[int, ...], int]:
+    assert mismatch is not None
+    return mismatch.kind, mismatch.ranks, mismatch.seq
+
+
+def test_healthy_calls_name_nothing() -> None:
+    job = Job(4)
+    for _ in range(5):
+        job.call(range(4))
+    assert match(job.ranks()) is None
+    assert match(job.ranks(), hang=True) is None
+    assert match([]) is None
+
+
+def test_another_operation_under_the_same_number() -> None:
+    job = Job(4)
+    job.call(range(4))
+    job.call([0], "barrier", line=30)
+    job.call([1, 2, 3], line=33)
+    mismatch = match(job.ranks())
+    assert _named(mismatch) == ("operation", (0,), 2)
+    assert mismatch is not None
+    assert mismatch.proven
+    assert (mismatch.where, mismatch.others_where) == ("train (train.py:30)", "train (train.py:33)")
+    assert (mismatch.instead, mismatch.op, mismatch.others) == ("barrier", "all_reduce", (1, 2, 3))
+
+
+def test_another_size_and_another_type() -> None:
+    for kind, changed in (("size", {"in_sizes": ((9,),)}), ("dtype", {"in_dtypes": ("Half",)})):
+        job = Job(4)
+        job.call([0, 1, 3])
+        job.call([2], **changed)
+        assert _named(match(job.ranks())) == (kind, (2,), 1)
+
+
+def test_equal_numbers_of_elements_match() -> None:
+    job = Job(2)
+    job.call([0], in_sizes=((4, 2),))
+    job.call([1])
+    job.call([0], "all_to_all", in_sizes=((9,),))
+    job.call([1], "all_to_all")
+    job.call([0], "scatter", in_sizes=((8,), (8,)))
+    job.call([1], "scatter", in_sizes=())
+    job.call([0], "broadcast", in_dtypes=("Int",))
+    job.call([1], "broadcast")
+    assert match(job.ranks(), hang=True) is None
+
+
+def test_a_rank_that_has_not_joined_is_late_until_the_job_hangs() -> None:
+    job = Job(4)
+    job.call(range(4))
+    job.call([0, 1, 3], line=20)
+    evaluating = {"rank2": {"where": "evaluate (train.py:88)"}}
+    assert _named(match(job.ranks(**evaluating))) == ("late", (2,), 2)
+    mismatch = match(job.ranks(**evaluating), hang=True)
+    assert _named(mismatch) == ("missing", (2,), 2)
+    assert mismatch is not None
+    assert not mismatch.proven
+    assert mismatch.where == "evaluate (train.py:88)"
+    assert mismatch.others_where == "train (train.py:20)"
+    assert mismatch.waited_s is not None
+    assert mismatch.waited_s > 5
+
+
+def test_a_rank_that_has_ended_is_proven_missing() -> None:
+    job = Job(4)
+    job.call(range(4))
+    job.call([0, 1, 3])
+    mismatch = match(job.ranks(rank2={"ended": True, "ending": "ValueError"}))
+    assert _named(mismatch) == ("missing", (2,), 2)
+    assert mismatch is not None
+    assert mismatch.proven
+
+
+def test_two_groups_in_a_different_order() -> None:
+    pair = ProcessGroup("1", "pair", (0, 1))
+    job = Job(4, (WORLD, pair))
+    job.call(range(4))
+    job.call([0], group="1", line=40)
+    job.call([1, 2, 3], line=41)
+    mismatch = match(job.ranks())
+    assert _named(mismatch) == ("order", (0,), 2)
+    assert mismatch is not None
+    assert mismatch.where == "train (train.py:40)"
+
+
+def test_a_circle_over_three_groups() -> None:
+    groups = [ProcessGroup(str(i), f"ring{i}", ranks) for i, ranks in enumerate([(0, 1), (1, 2), (0, 2)])]
+    job = Job(3, groups)
+    job.call([0], group="0")
+    job.call([1], group="1")
+    job.call([2], group="2")
+    assert _named(match(job.ranks())) == ("circle", (0, 1, 2), 1)
+
+
+def test_the_rank_at_the_end_of_a_chain_is_named() -> None:
+    """Ranks 2 and 3 wait in the pair's collective for nothing but rank 3, which sleeps."""
+    pair = ProcessGroup("1", "pair", (2, 3))
+    job = Job(4, (WORLD, pair))
+    job.call([0, 1])
+    job.call([2], group="1")
+    assert _named(match(job.ranks(), hang=True)) == ("missing", (3,), 1)
+
+
+def test_all_wait() -> None:
+    job = Job(2)
+    job.call(range(2))
+    stuck = [
+        msgspec.structs.replace(
+            rank, calls=[msgspec.structs.replace(call, done=False) for call in rank.calls]
+        )
+        for rank in job.ranks()
+    ]
+    assert match(stuck) is None
+    assert _named(match(stuck, hang=True)) == ("all_wait", (), 1)
+
+
+def test_older_calls_that_are_not_known_are_not_missing() -> None:
+    job = Job(3)
+    for _ in range(6):
+        job.call(range(3))
+    reports = job.ranks()
+    reports[1] = msgspec.structs.replace(reports[1], calls=reports[1].calls[4:], whole=False)
+    reports[2] = msgspec.structs.replace(reports[2], calls=(), whole=False)
+    assert match(reports, hang=True) is None
+
+
+def test_a_group_that_was_made_again_has_the_numbers_of_the_newer_one() -> None:
+    job = Job(2)
+    job.call(range(2), "barrier")
+    job.call(range(2))
+    again = [
+        msgspec.structs.replace(rank, calls=[*rank.calls, CollectiveCall("0", 1, "all_gather", done=True)])
+        for rank in job.ranks()
+    ]
+    again[1] = msgspec.structs.replace(again[1], calls=again[1].calls[2:])
+    assert match(again, hang=True) is None
+
+
+def test_a_table_keeps_no_calls() -> None:
+    job = Job(2)
+    job.call(range(2))
+    table = table_of(job.ranks())
+    assert all(not rank.calls for rank in table.ranks.values())
+    assert table.text_of("0") == "group default_pg"
