@@ -9,7 +9,7 @@ import msgspec
 from traceml_ray.agent.batch_size import packed
 from traceml_ray.identity import RankIdentity
 from traceml_ray.signals.experts.records import RouterTokens
-from traceml_ray.signals.goodput.records import Interval, Life, OpenInterval
+from traceml_ray.signals.goodput.records import Life, LifeInterval, OpenInterval
 from traceml_ray.signals.kinds import encoded
 from traceml_ray.signals.layers.records import LayerSum, LayerWindow
 from traceml_ray.signals.logged.records import LoggedValues
@@ -54,7 +54,7 @@ RECORDS = [
     LoggedValues("loss", 70_000, 70_001, 2, 0.25, 0.25, 1, 70_001, 70_001, float("inf")),
     RouterTokens(63, "router", [1, 2, 1 << 62]),
     Sharding(1, 2, 3, 0, 4, 2, 1, 1, [2], [], {"stored": "float32"}, {"yes": 1}, [UnevenShard("w", 3, 1, 4)]),
-    Interval(
+    LifeInterval(
         3, "checkpoint_save", 1_800_000_000_000_000_000, 1_800_000_001_000_000_000, 900_000_000, 2, 70_000
     ),
     Life(

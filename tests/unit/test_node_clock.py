@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sessions import MS, SECOND, Clock, Rank, Relay, aggregation, ask
 
 from traceml_ray.analysis.node_clock import DRIFT, ClockEstimate, NodeClock
-from traceml_ray.signals.goodput.records import LIFE, LIFECYCLE, Interval, Life, OpenInterval
+from traceml_ray.signals.goodput.records import LIFE, LIFECYCLE, Life, LifeInterval, OpenInterval
 from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.memory.view import recordings_of
 from traceml_ray.store.schema import SessionFileError
@@ -285,7 +285,7 @@ def test_all_times_of_a_record_are_converted_together_and_what_is_not_known_stay
     true = clock.now
     open_now = [OpenInterval(2, "evaluation", SECOND, None, SECOND)]
     life = Life(node.now(), node.now() - 9 * SECOND, None, node.now() - 7 * SECOND, open=open_now)
-    saved = Interval(1, "checkpoint_save", node.now() - 3 * SECOND, node.now() - SECOND, SECOND)
+    saved = LifeInterval(1, "checkpoint_save", node.now() - 3 * SECOND, node.now() - SECOND, SECOND)
     node.exchange(aggregator, MS, MS, rank.batch(1, life=[life], lifecycle=[saved]))
     aggregator.commit()
     with SessionFile(tmp_path / "session.sqlite") as file:

@@ -20,7 +20,7 @@ blocks is a `checkpoint_save`, too.
 WHATS: tuple[What, ...] = get_args(What)
 
 
-class Interval(Part, frozen=True):
+class LifeInterval(Part, frozen=True):
     """
     Time of a rank process outside its steps, or several short intervals of one kind that follow each
     other.
@@ -93,11 +93,11 @@ class Life(Part, frozen=True):
     """When the process ended. None: it still runs, or it was killed."""
     open: Annotated[list[OpenInterval], FEW] = []
 
-    def open_intervals(self, sent: Iterable[int] = ()) -> list[Interval]:
+    def open_intervals(self, sent: Iterable[int] = ()) -> list[LifeInterval]:
         """Return the intervals that are not over as records, without those whose numbers are in `sent`."""
         known = frozenset(sent)
         return [
-            Interval(
+            LifeInterval(
                 one.number,
                 one.what,
                 self.t_ns - one.began_ago_ns,
@@ -113,7 +113,7 @@ class Life(Part, frozen=True):
 
 LIFECYCLE = Kind(
     "lifecycle",
-    Interval,
+    LifeInterval,
     "intervals of checkpoints and evaluations",
     table="lifecycle",
     exported="lifecycle",
