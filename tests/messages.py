@@ -8,6 +8,7 @@ import msgspec
 
 from traceml_ray.agent.batch_size import packed
 from traceml_ray.identity import RankIdentity
+from traceml_ray.signals.collectives.records import CallSample, CallTimes
 from traceml_ray.signals.experts.records import RouterTokens
 from traceml_ray.signals.goodput.records import Life, LifeInterval, OpenInterval
 from traceml_ray.signals.kinds import encoded
@@ -50,6 +51,23 @@ RECORDS = [
         5,
         7,
         [LayerSum("a.b", "Linear", "", 40, 0, 1, 2, 3.5, 4, 5, None)],
+    ),
+    CallTimes(
+        3,
+        "host",
+        "all_reduce",
+        "world",
+        "",
+        2,
+        25,
+        100,
+        90,
+        25 << 22,
+        1 << 32,
+        70_000,
+        70_099,
+        2,
+        [CallSample(70_000, 0, 1 << 20, 1 << 22), CallSample(70_002, 3, 1 << 21, 1 << 22)],
     ),
     LoggedValues("loss", 70_000, 70_001, 2, 0.25, 0.25, 1, 70_001, 70_001, float("inf")),
     RouterTokens(63, "router", [1, 2, 1 << 62]),

@@ -30,6 +30,7 @@ from traceml_ray.stages import SEGMENT_BITS, STAGES
 from traceml_ray.store.schema import LISTS
 
 FILES = {
+    "collective_calls": "collectives",
     "logged_values": "logged",
     "lifecycle": "lifecycle",
     "rank_process": "ranks",
@@ -145,6 +146,7 @@ def test_parquet_is_the_session_file(out: Path, name: str, tmp_path: Path) -> No
         "clocks",
         "shards",
         "experts",
+        "collectives",
         "logged",
         "lifecycle",
         "life",

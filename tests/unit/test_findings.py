@@ -13,6 +13,7 @@ from traceml_ray.analysis.uneven_work import ExpertLoad, Reason, loads
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.verdict_shapes import TimedEpisode
 from traceml_ray.reports.headlines import beside, line_of, named
+from traceml_ray.signals.collectives.judge import CollectiveKind, CollectiveTimes, GroupTimes
 from traceml_ray.signals.experts.records import RouterTokens
 from traceml_ray.signals.finding import MOST, Finding, key_of, listed, of_verdict
 from traceml_ray.signals.layers.judge import LayerFinding, Layers
@@ -67,6 +68,20 @@ _MODEL = ModelShards(
 )  # fmt: skip
 SHARDS = ShardingInfo(models=[_MODEL, msgspec.structs.replace(_MODEL, imbalance=UNEVEN)], per_rank={})
 
+_GROUP = GroupTimes(
+    group="3", ranks=[6, 7], nodes=1, matched=40, ms=9.0, low_ms=8.0, high_ms=9.5, wait_ms=0.1,
+    algorithm_gb_per_s=1.0, bus_gb_per_s=1.0,
+)  # fmt: skip
+SLOW_GROUP = CollectiveTimes(
+    kinds=[
+        CollectiveKind(
+            op="all_reduce", source="host", description="", group_size=2, nodes=1, groups=4, calls=40,
+            calls_per_step=1.0, bytes_per_call=1e7, host_ms=2.0, ms=1.0, wait_ms=0.1, algorithm_gb_per_s=10.0,
+            bus_gb_per_s=10.0, why="", slow=["3"], slowest=[_GROUP],
+        )
+    ]
+)  # fmt: skip
+
 
 def test_verdict_is_first_then_what_costs_most_then_what_is_most_severe() -> None:
     one = verdict(
@@ -75,10 +90,11 @@ def test_verdict_is_first_then_what_costs_most_then_what_is_most_severe() -> Non
     memory = Memory(findings=[grows(2), grows(3, severity="critical"), grows(1, "transient_spike", "info")])
     experts = tokens(moe=[9, 1, 1, 1], even=[1, 1])
     answers = {"memory": memory, "layers": SLOW, "sharding": SHARDS, "experts": experts}
+    answers |= {"collectives": SLOW_GROUP}
     findings = findings_of(one, None, answers)
     assert [finding.label for finding in findings] == [
         "straggler", "imbalance", "memory_creep", "memory_creep", "slow_layer", "slow_layer",
-        "uneven_shards", "uneven_experts", "memory_transient_spike",
+        "uneven_shards", "uneven_experts", "slow_collective", "memory_transient_spike",
     ]  # fmt: skip
     assert [finding.ranks for finding in findings[2:5]] == [(3,), (2,), (5,)]
     costly = msgspec.structs.replace(findings[-1], cost=0.5)

@@ -17,8 +17,12 @@ From SPANS on there are two marks for each name of `SpanSums`: a span of that na
 
 from __future__ import annotations
 
+from collections import deque
+
 from traceml_ray.wire.messages import SpanSum
 
+MAX_CALLS = 1 << 14
+"""Largest number of collectives that are kept until the agent has read them."""
 MAX_NAMES = 256
 _MAX_IN_GROUPS = 128
 """Once there are this many names, collectives of further process groups are summed without their group."""
@@ -27,6 +31,10 @@ MAX_NAME_CHARS = 64
 _KNOWN = ("evaluation", "optimizer", "fetch", "collate", "workers")
 EVALUATION, OPTIMIZER, FETCH, COLLATE, WORKERS = range(len(_KNOWN))
 """Numbers of the spans that are derived from the marks of a step."""
+
+
+TimedCall = tuple[int, int, int, int]
+"""A collective: number of its span, step, time (ns), and bytes, as `Steps.size` counts them."""
 
 
 class SpanSums:
@@ -49,6 +57,10 @@ class SpanSums:
         """Process group of a collective, indexed by the number of its name. None for other spans."""
         self.refused = 0
         """Number of spans that were refused because there were too many names."""
+        self.calls: deque[TimedCall] = deque(maxlen=MAX_CALLS)
+        """Collectives that are over, the oldest first. The agent removes what it has read."""
+        self.call_count = 0
+        """Number of collectives that were added to `calls`, including those that had no room."""
 
     def number(self, name: str, group: str | None = None) -> int | None:
         """Return the number of a span's name (in a process group). None if there are too many names."""
@@ -63,6 +75,11 @@ class SpanSums:
             self.groups.append(group)
             number = self._numbers[name, group] = len(self.names) - 1
         return number
+
+    def add_call(self, number: int, step: int, ns: int, size: int) -> None:
+        """Keep a collective that is over, see `TimedCall`."""
+        self.calls.append((number, step, ns, size))
+        self.call_count += 1
 
     def add(
         self, name: str, stage: int, step: int, ns: int, size: int, apart: bool, group: str | None = None
@@ -120,5 +137,9 @@ EVENTS = -(1 << 62)
 """EVENTS - n, before the time of a mark: event n of the device's clock was recorded at that mark."""
 OPTIMIZERS = -(1 << 61)
 """OPTIMIZERS - n, before the mark of a step: the optimizer with id n steps from here on."""
+STARTED = 1 << 52
+"""
+Added to the bytes of a collective whose call only starts it. The call takes no time; the wait for it does.
+"""
 BATCHES = 2 * EVENTS
 """BATCHES - n, without a time: the batch that was waited for last has size n, see `batch_size`."""

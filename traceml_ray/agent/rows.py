@@ -27,7 +27,7 @@ decided in the first iterations, so a later action of a single rank (an evaluati
 from __future__ import annotations
 
 from traceml_ray.agent.device import NO_EVENT, Cut, Cuts, DeviceClock, without_forward
-from traceml_ray.agent.marks import COLLATE, EVALUATION, FETCH, OPTIMIZER, WORKERS, SpanSums
+from traceml_ray.agent.marks import COLLATE, EVALUATION, FETCH, OPTIMIZER, STARTED, WORKERS, SpanSums
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.stages import (
     BACKWARD,
@@ -646,7 +646,10 @@ class StepSpans:
         """End the innermost span of this number that a script has named. Returns False if there is none."""
         for span in reversed(self._spans.open):
             if span.number == number and span not in (self.evaluation, self.optimizer):
-                span.size = size
+                sums = self._spans.sums
+                if sums.groups[number] is not None and not self._rows.first:
+                    sums.add_call(number, self._rows.step, now - span.began, size)
+                span.size = size & (STARTED - 1)
                 self._end(span, now)
                 return True
         return False

@@ -137,7 +137,10 @@ class Steps:
         self.now = now
         """Time of the mark that is being applied."""
         self.size = 0
-        """Bytes that the span which ends next has moved."""
+        """
+        Bytes that the span which ends next has moved; STARTED is added for a collective that
+        was only started.
+        """
         self.partition.forget(now)
         self.rows.forget()
         self._data.forget()

@@ -25,6 +25,8 @@ from traceml_ray.reports.comparison import (
 )
 from traceml_ray.reports.document import ChartData, of_summary
 from traceml_ray.settings import Settings
+from traceml_ray.signals.collectives.judge import CollectiveTimes
+from traceml_ray.signals.collectives.view import GetCollectives
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.layers.judge import Layers
 from traceml_ray.signals.layers.view import GetLayers
@@ -193,6 +195,13 @@ class SessionQuestions:
         were first used.
         """
         return self._ask(GetLogged(run))
+
+    def collectives(self, run: str | None = None) -> CollectiveTimes:
+        """
+        Return bytes, time and bandwidth of each kind of collective, those that move the most bytes first.
+        `why` gives the reason where the time is not known.
+        """
+        return self._ask(GetCollectives(run))
 
     def throughput(self, run: str | None = None) -> Throughput:
         """

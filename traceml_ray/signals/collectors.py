@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from traceml_ray.signals.collectives.timed import CollectiveCalls
 from traceml_ray.signals.collector import Collector, Rank
 from traceml_ray.signals.experts.agent import RouterCollector
 from traceml_ray.signals.layers.agent import LayerSampler
@@ -22,5 +23,6 @@ COLLECTORS: dict[str, Callable[[Rank], Collector]] = {
     "output": OutputTap.of_rank,
     "experts": RouterCollector,
     "logged": MetricLog.of_rank,
+    "collectives": CollectiveCalls.of_rank,
 }
 """Collectors by the name under which their failures are counted, in the order in which they run."""

@@ -138,6 +138,13 @@ class View(Generic[A]):
         """
         return None
 
+    def polls_s(self, ranks: Mapping[int, RankProcess], world: int) -> float | None:
+        """
+        Return the shortest time in s between two requests of a view that is `polled`. None: the job is so
+        large that it is not requested while it runs.
+        """
+        return 0.0
+
     def cause(self, death: Verdict, answer: A) -> str:
         """
         Return a sentence with what the signal knows about why a rank died. "" if it knows

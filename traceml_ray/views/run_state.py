@@ -72,6 +72,8 @@ class RunState:
         self._seen = 0, 0
         """Cursors of the newest event and of the newest change of verdict that were read."""
         self._asked_ranks = float("-inf")
+        self._asked_signals: dict[str, float] = {}
+        """When each polled signal was last requested, in the time of `questions`."""
 
     @property
     def is_read_to_end(self) -> bool:
@@ -83,10 +85,10 @@ class RunState:
         """The newest step that all ranks have reported."""
         return self.times.last_step if self.times else None
 
-    def questions(self, now: float) -> list[Request[Any]]:
-        """Return the questions to ask. `update` receives their answers."""
+    def questions(self, now: float, over: bool = False) -> list[Request[Any]]:
+        """Return the questions to ask. `update` receives their answers. `over`: the run has ended."""
         asked: list[Request[Any]] = [query.GetVerdict(self.id), query.GetTimes(self.id)]
-        asked += [view.question(self.id) for view in POLLED]
+        asked += self._questions_of_signals(now, over)
         asked.append(query.GetEvents(self.id, self._seen[0], brief=True, most=MAX_EVENTS))
         asked.append(query.GetVerdicts(self.id, self._seen[1]))
         many = len(self.ranks) >= SLOW_RANKS
@@ -98,6 +100,17 @@ class RunState:
                 query.GetNodes(self.id),
                 query.GetNodeSamples(node_ids, last=1 if self.samples or many else _FIRST_LOADS),
             ]
+        return asked
+
+    def _questions_of_signals(self, now: float, over: bool) -> list[Request[Any]]:
+        """Return the questions of polled signals that are due. Once the run is over, all are."""
+        asked: list[Request[Any]] = []
+        for view in POLLED:
+            pause_s = view.polls_s(self.ranks, self.world)
+            asked_at = self._asked_signals.get(view.name, float("-inf"))
+            if over or (pause_s is not None and now - asked_at >= pause_s):
+                self._asked_signals[view.name] = now
+                asked.append(view.question(self.id))
         return asked
 
     def update(self, asked: list[Request[Any]], answers: list[Any]) -> bool:
@@ -120,7 +133,7 @@ class RunState:
             self._reporting = frozenset(reporting(ranks, self._patience_ns))
             self.labels = {node.node_id: node.label for node in nodes}
             self._add_samples(answer_to[query.GetNodeSamples])
-        self.signals = {view.name: answer_to[view.question] for view in POLLED}
+        self.signals |= {view.name: answer_to[view.question] for view in POLLED if view.question in answer_to}
         return self.update_times(answer_to[query.GetTimes]) or new
 
     def _add_samples(self, samples: Sequence[tuple[str, NodeSample]]) -> None:

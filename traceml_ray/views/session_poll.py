@@ -266,7 +266,7 @@ class SessionPoll:
         slow = self.status is not None and self.status.ranks >= SLOW_RANKS
         runs = not slow or self.newest is None or now - self._asked_runs > SLOW_S
         asked: list[Request[Any]] = [query.GetStatus(), *([query.GetRuns()] if runs else [])]
-        parts = [(run, run.questions(now)) for run in followed]
+        parts = [(run, run.questions(now, self.source.stored)) for run in followed]
         with self.lock:
             used = dict.fromkeys(
                 request
@@ -298,7 +298,7 @@ class SessionPoll:
         """Start polling a run."""
         run = RunState(run_id, self._limits)
         for again in (0.0, SLOW_S + 1):  # samples can be asked for once the nodes are known
-            questions = run.questions(now + again)
+            questions = run.questions(now + again, self.source.stored)
             answers = self._question(questions)
             with self.lock:
                 run.update(questions, answers)

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from threading import get_ident
 from typing import Any
 from weakref import ref
 
-from traceml_ray.agent.marks import MAX_NAME_CHARS
+from traceml_ray.agent.marks import MAX_NAME_CHARS, STARTED
 from traceml_ray.agent.patch.patcher import Failed, Make, Patcher
 from traceml_ray.agent.recorder import Recorder, Spans
 from traceml_ray.agent.steps import GradientExchange
@@ -163,6 +163,8 @@ class Collectives:
         whether it runs on a device). An entry is removed with its handle, because another object may get the
         same id.
         """
+        self._merged: Mapping[Any, Any] = {}
+        """Torch's own record of the groups whose collectives are being merged into one, by group."""
         self._largest_reduced = 0
         self.reduction = ""
         """The name in _REDUCTIONS that has reduced the most bytes in one call."""
@@ -174,6 +176,7 @@ class Collectives:
 
         if not dist.is_available():
             return
+        self._merged = getattr(dist.distributed_c10d._world, "pg_coalesce_state", {})
         for name in _COLLECTIVES:
             if hasattr(dist, name):
                 patcher.replace(dist, name, self._collective(name))
@@ -232,6 +235,8 @@ class Collectives:
         # the size of an object is unknown before it is pickled
         sized = not op.endswith(("_object", "_object_list"))
         reduces = op in _REDUCTIONS
+        # `recv` returns the number of a rank
+        starts, merged = op != "recv", self._merged
 
         def make(original: Any) -> Any:
             parameters = list(inspect.signature(original).parameters)
@@ -257,7 +262,8 @@ class Collectives:
                     if blocks:
                         spans.sync_end()
                     size = self._largest(buffers) if sized else 0
-                    spans.end(span, size)
+                    started = (starts and result is not None) or merged
+                    spans.end(span, size | STARTED if started else size)
                 if reduces and exchange.peers is None:
                     self._reduced(op, group, buffers, size, result)
                 return result

@@ -1,1 +1,1 @@
-"""Collectives: which rank did not join, from the calls that each rank has made."""
+"""Collectives: how many bytes they move and how long they take, and which rank did not join."""
