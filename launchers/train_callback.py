@@ -218,6 +218,8 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
     _attempt = -1
     """Number of the attempt. It is counted here, because Ray gives an elastic resize no number."""
     _nnodes = 0
+    _group_ns = 0
+    """When Ray Train began to start the workers of this attempt (ns since the epoch)."""
     _world_size = 0
     _starting = False
     _run: RunReporter | None = None
@@ -238,7 +240,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         state: dict[str, Any] = {"_watching": False}
         try:
             config = self._config or msgspec.json.encode(_config(self._settings))
-            kept = ("_id", "_watching", "_attempt", "_nnodes")
+            kept = ("_id", "_watching", "_attempt", "_nnodes", "_group_ns")
             state = {"_config": config, **{name: getattr(self, name) for name in kept}}
         except (Exception, SystemExit) as error:
             self._failed("__reduce__", error)
@@ -278,7 +280,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
     @_hook()
     def before_worker_group_start(self, worker_group_context: Any) -> None:
         """Create or find the session's actors while the workers start."""
-        self._starting, self._nnodes = True, 0
+        self._starting, self._nnodes, self._group_ns = True, 0, time.time_ns()
         if self._run is not None:
             self._run.ensure()
 
@@ -392,7 +394,13 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         )
         settings = msgspec.structs.replace(config.settings, session=config.session)
         channel, spool = ActorChannel(config.session), in_ray.spool_of(config.session)
-        bootstrap.start(settings, channel=channel, identity=lambda: identity, spool=spool)
+        bootstrap.start(
+            settings,
+            channel=channel,
+            identity=lambda: identity,
+            spool=spool,
+            part_of_run_ns=self._group_ns,
+        )
 
 
 _log = logging.getLogger("traceml_ray")

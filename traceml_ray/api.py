@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import secrets
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ContextDecorator
@@ -95,6 +96,7 @@ def attach(
     identity()  # what is wrong with it is raised here
     channel: Channel | None
     spool: str | None
+    since_ns: int | None = None
     try:
         ray = sys.modules.get("ray")
         paths = RelayPaths.load()
@@ -105,10 +107,12 @@ def attach(
 
             name = settings.session or DEFAULT_SESSION
             settings, spool = msgspec.structs.replace(settings, session=name), in_ray.spool_of(name)
-            channel, identity = ActorChannel(name), in_ray.named(identity)
+            channel, identity, since_ns = ActorChannel(name), in_ray.named(identity), time.time_ns()
         else:
             channel, spool = channel_to_relay(settings, paths), paths.spool
-        agent = bootstrap.start(settings, channel=channel, identity=identity, spool=spool)
+        agent = bootstrap.start(
+            settings, channel=channel, identity=identity, spool=spool, part_of_run_ns=since_ns
+        )
         watched = agent is not None
         if not watched and identity().global_rank == 0:
             _print_advice()

@@ -456,7 +456,7 @@ def test_losses_before_sending_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
     last = pipe.batches()[-1]
     assert (last.produced, last.dropped) == (2, 2)
     assert last.errors["marks lost: no room"] == 7
-    assert last.errors["spans lost: more than 256 names"] == 260 - (256 - 5)
+    assert last.errors["spans lost: more than 256 names"] == 260 - (256 - 7)
     assert last.errors["spans lost: too many open"] == 40 - 32
     assert last.errors["events lost with their batch"] >= 4
     assert last.errors["spans lost with their batch"] >= 2

@@ -188,6 +188,7 @@ def start(
     channel: Channel | None = None,
     identity: Callable[[], RankIdentity] = resolve,
     spool: str | None = None,
+    part_of_run_ns: int | None = None,
 ) -> RankAgent | None:
     """
     Instrument this process and start its agent. Returns None if there is no relay.
@@ -199,6 +200,7 @@ def start(
             torch.distributed or from the launcher.
         spool: folder for rows that are not confirmed when this process ends. None: they are lost, and
             counted.
+        part_of_run_ns: time from which on this process can be part of the run, see `Rank`.
     """
     global _asleep
     with _lock:
@@ -210,7 +212,7 @@ def start(
         asleep, _asleep = _asleep, None
         if asleep is not None:
             asleep.instrumentation.remove()
-        agent = RankAgent(settings, channel, identity, spool)
+        agent = RankAgent(settings, channel, identity, spool, part_of_run_ns)
         agent.instrumentation.install()
         _begin(agent)
         return agent

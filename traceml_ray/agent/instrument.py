@@ -120,7 +120,7 @@ class Instrumentation:
             ("grad_scaler", lambda: optimizer.patch_grad_scaler(patcher, recorder)),
             ("ddp", self.data_parallel.patch_ddp),
             ("forward", lambda: self.roots.patch(patcher)),
-            ("checkpoint", lambda: checkpoint.patch_save(patcher, self.spans)),
+            ("checkpoint", lambda: checkpoint.patch_torch(patcher, self.spans, recorder)),
             ("collectives", lambda: self.collectives.patch(patcher)),
             ("rank", self._patch_process_group),
         )
@@ -152,7 +152,22 @@ class Instrumentation:
                 lambda: rpc.patch_optimizer(patcher, self.recorder),
             ),
             (rpc.MODULE, "rpc", lambda: self.rpc.patch(patcher)),
-            (checkpoint.MODULE, "checkpoint", lambda: checkpoint.patch(patcher, self.spans)),
+            (
+                checkpoint.MODULE,
+                "checkpoint",
+                lambda: checkpoint.patch(patcher, self.spans, self.recorder),
+            ),
+            (checkpoint.RAY_TRAIN, "checkpoint", lambda: checkpoint.patch_ray_train(patcher, self.spans)),
+            *(
+                (
+                    module,
+                    "checkpoint",
+                    functools.partial(
+                        checkpoint.patch_framework, patcher, self.spans, module, owner, functions
+                    ),
+                )
+                for module, owner, functions in checkpoint.OF_FRAMEWORKS
+            ),
             (
                 collectives.FUNCTIONAL_MODULE,
                 "collectives",

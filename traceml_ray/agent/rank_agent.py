@@ -121,6 +121,7 @@ class RankAgent:
         channel: Channel,
         identity: Callable[[], identities.RankIdentity] = identities.resolve,
         spool: str | None = None,
+        part_of_run_ns: int | None = None,
     ) -> None:
         self.settings = settings
         self._spool = spool
@@ -151,7 +152,7 @@ class RankAgent:
         self._sampled = -SAMPLE_S
         ours = self.instrumentation
         self.unsent = Unsent(ours.errors)
-        self._rank = Rank(self.recorder, ours, self.device, settings, self.add_event, spool)
+        self._rank = Rank(self.recorder, ours, self.device, settings, self.add_event, spool, part_of_run_ns)
         self.collectors = {name: make(self._rank) for name, make in COLLECTORS.items()}
         self._by_class: dict[type[Collector], Collector] = {
             type(one): one for one in self.collectors.values()

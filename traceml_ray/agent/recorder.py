@@ -19,6 +19,7 @@ from traceml_ray.agent.batch_size import BatchSizes, Counted
 from traceml_ray.agent.mark_log import LOCK_S, REPLAY_AT, Deferred, MarkLog, immediate_mark
 from traceml_ray.agent.marks import MAX_NAME_CHARS, SpanSums
 from traceml_ray.agent.ring import StepRing
+from traceml_ray.agent.span_times import TimedNow
 from traceml_ray.agent.steps import GradientExchange, Steps
 from traceml_ray.wire.messages import OpenStage
 
@@ -360,6 +361,39 @@ class Recorder(MarkLog):
         self.steps.size = size
         self._apply(mark)
         return True
+
+    # -- when spans were open ----------------------------------------------------------------------
+
+    @immediate_mark
+    def add_span_time(self, name: str, began: int, ended: int) -> None:
+        """Record that the training thread was in a span of this name, one of those whose times are kept."""
+        if self._may():
+            self.steps.times.add(name, began, ended, self.steps.rows.step)
+
+    @immediate_mark
+    def begin_beside(self, name: str, began: int, running: list[int]) -> None:
+        """Record that something runs beside the training thread. Its number is appended to `running`."""
+        running.append(self.steps.times.begin_beside(name, began, self.steps.rows.step))
+
+    @immediate_mark
+    def end_beside(self, running: list[int]) -> None:
+        """Record the end of what `begin_beside` was called with."""
+        while running:
+            self.steps.times.end_beside(running.pop(), self.now)
+
+    def span_times(self, final: bool) -> TimedNow | None:
+        """
+        Return the times of spans that are over and were not returned before, of those that are pending (see
+        `TimedSpans`), and of rows. None if another thread held the lock.
+        """
+        if not self._lock.acquire(timeout=LOCK_S):
+            return None
+        try:
+            now, rows, times = self.clock(), self.steps.rows, self.steps.times
+            over = times.drain(now, final)
+            return TimedNow(now, over, times.pending(now), rows.first_row, rows.last_row, rows.step)
+        finally:
+            self._lock.release()
 
     def finish(self) -> None:
         """Count the spans of the tail. Raises TimeoutError if a mark does not release the lock."""

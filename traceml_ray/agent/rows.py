@@ -27,8 +27,9 @@ decided in the first iterations, so a later action of a single rank (an evaluati
 from __future__ import annotations
 
 from traceml_ray.agent.device import NO_EVENT, Cut, Cuts, DeviceClock, without_forward
-from traceml_ray.agent.marks import COLLATE, EVALUATION, FETCH, OPTIMIZER, STARTED, WORKERS, SpanSums
+from traceml_ray.agent.marks import COLLATE, EVALUATION, FETCH, OPTIMIZER, STARTED, TIMED, WORKERS, SpanSums
 from traceml_ray.agent.ring import StepRing
+from traceml_ray.agent.span_times import TimedSpans
 from traceml_ray.stages import (
     BACKWARD,
     DATA,
@@ -172,8 +173,30 @@ class RowBuilder:
     """Numbers the rows of one process and pushes complete rows into the ring."""
 
     __slots__ = (
-        *("_begun", "_first_step", "_iterations", "_newest", "cuts", "depth", "device", "exchange_ns"),
-        *("first", "flags", "goes_on", "pending", "ring", "segment", "slowed", "step", "stepped", "synced"),
+        *(
+            "_begun",
+            "_first_step",
+            "_iterations",
+            "_newest",
+            "cuts",
+            "depth",
+            "device",
+            "ended",
+            "exchange_ns",
+        ),
+        *(
+            "first",
+            "first_row",
+            "flags",
+            "goes_on",
+            "last_row",
+            "pending",
+            "ring",
+            "segment",
+            "slowed",
+            "step",
+        ),
+        *("stepped", "synced"),
     )
 
     def __init__(self, ring: StepRing) -> None:
@@ -193,6 +216,12 @@ class RowBuilder:
         (step, segment) of the first row since an optimizer has stepped, and of the newest row
         before it.
         """
+        self.ended = 0
+        """When the pending row ended. Like the next ones, in ns on the clock of the marks."""
+        self.first_row: tuple[int, int] | None = None
+        """When the first row began, and when it ended."""
+        self.last_row: int | None = None
+        """When the newest complete row ended."""
         self.forget()
 
     def forget(self) -> None:
@@ -219,10 +248,10 @@ class RowBuilder:
         if self.goes_on:
             self._begin_step()
 
-    def set_pending(self, taken: tuple[list[int], list[Cut]], flags: int, synced: bool) -> None:
-        """Store a row as pending."""
+    def set_pending(self, taken: tuple[list[int], list[Cut]], flags: int, synced: bool, now: int) -> None:
+        """Store a row that ends now as pending."""
         (self.pending, self.cuts), self.flags, self.synced, self.stepped = taken, flags, synced, False
-        self.exchange_ns = None
+        self.exchange_ns, self.ended = None, now
 
     def reopen(self) -> tuple[list[int], list[Cut]]:
         """Return the times and cuts of the pending row, which continues."""
@@ -231,9 +260,10 @@ class RowBuilder:
         assert times is not None
         return times, cuts
 
-    def extend(self, times: list[int], cuts: list[Cut]) -> None:
-        """Add times and cuts after its backward to the pending row."""
+    def extend(self, times: list[int], cuts: list[Cut], now: int) -> None:
+        """Add times and cuts after its backward to the pending row, which ends now."""
         assert self.pending is not None
+        self.ended = now
         self.pending = [a + b for a, b in zip(self.pending, times, strict=True)]
         self.cuts = self.cuts + cuts
 
@@ -329,6 +359,9 @@ class RowBuilder:
             self.first, self._first_step = False, self.step
             # a first row starts at its first data wait, because there was no sync before it
             row[POST_SYNC] = 0
+            if self.first_row is None:
+                self.first_row = self.ended - sum(row), self.ended
+        self.last_row = self.ended
         key = self.step << SEGMENT_BITS | self.segment
         if self.device is None:
             self.ring.push(key, flags, row)
@@ -610,18 +643,28 @@ class DataWaits:
 class StepSpans:
     """Begins and ends spans in the open row, including those that a script names. Times are in ns."""
 
-    __slots__ = ("_evaluated", "_partition", "_rows", "_spans", "evaluation", "optimizer")
+    __slots__ = (
+        *("_evaluated", "_partition", "_rows", "_spans", "_timed"),
+        *("evaluated", "evaluated_with", "evaluation", "optimizer", "times"),
+    )
 
     def __init__(self, partition: Partition, rows: RowBuilder) -> None:
         self._partition = partition
         self._rows = rows
         self._spans = partition.spans
+        self.times = TimedSpans()
+        self.evaluated_with = 0
+        """The loader that was waited for before the newest forward of an evaluation."""
+        self.evaluated = 0
+        """When a forward of the evaluation began, or its loader was exhausted, for the last time (ns)."""
         self.forget()
 
     def forget(self) -> None:
         """Forget the open row."""
         self.evaluation: Span | None = None
         self.optimizer: Span | None = None
+        self._timed = False
+        """Whether the open evaluation is between steps. Otherwise it is part of one: labels of a teacher."""
         self._evaluated = False
         """Whether an evaluation in this row has ended, added to the sums early or not."""
 
@@ -642,6 +685,12 @@ class StepSpans:
         """Begin a span of this number (see `SpanSums`)."""
         return self._spans.begin(number, self._partition.stage, now)
 
+    def begin_named(self, number: int, now: int) -> None:
+        """Begin a span that a script or a patch has named."""
+        self.begin(number, now)
+        if number in TIMED:
+            self.times.begin(self._spans.sums.names[number], now, self._rows.step)
+
     def end(self, number: int, size: int, now: int) -> bool:
         """End the innermost span of this number that a script has named. Returns False if there is none."""
         for span in reversed(self._spans.open):
@@ -651,6 +700,8 @@ class StepSpans:
                     sums.add_call(number, self._rows.step, now - span.began, size)
                 span.size = size & (STARTED - 1)
                 self._end(span, now)
+                if number in TIMED:
+                    self.times.end(self._spans.sums.names[number], now)
                 return True
         return False
 
@@ -663,17 +714,32 @@ class StepSpans:
         Begin an evaluation. Its fetches took `reclassified_ns`, unless an earlier evaluation of the row
         includes them.
         """
+        self.evaluated = now
         if self.evaluation is not None:
             return
         self.evaluation = self.begin(EVALUATION, now)
-        self.evaluation.times[POST_SYNC] = 0 if self._evaluated else reclassified_ns
+        self.evaluation.times[POST_SYNC] = fetches_ns = 0 if self._evaluated else reclassified_ns
+        self._timed = self._partition.stage == POST_SYNC
+        if self._timed:
+            self.times.begin(self._spans.sums.names[EVALUATION], now - fetches_ns, self._rows.step)
 
     def end_evaluation(self, now: int) -> None:
         """End the evaluation, if there is one."""
         if self.evaluation is not None:
             self._end(self.evaluation, now)
+            # before the first row other work may follow it: a summary of the model is printed, then data load
+            self._end_time(now if self._rows.last_row is not None else self.evaluated)
             self.evaluation = None
             self._evaluated = True
+
+    def end_training(self) -> None:
+        """End the time of an evaluation with its newest mark: training is over, and other work may follow."""
+        self._end_time(self.evaluated)
+
+    def _end_time(self, now: int) -> None:
+        if self._timed:
+            self._timed = False
+            self.times.end(self._spans.sums.names[EVALUATION], now)
 
     def begin_optimizer(self, now: int) -> None:
         """Begin an optimizer step. An announced step (`GradScaler`) that never began is discarded."""

@@ -112,7 +112,7 @@ class Steps:
     __slots__ = (
         *("_apart_ns", "_before_sync", "_data", "_exchange", "_own", "_reduced_inside", "_reduces_in_step"),
         *("_scaling", "_split", "_step_in_backward", "manual", "now", "optimizer", "partition"),
-        *("rows", "size", "spans", "sums", "work"),
+        *("rows", "size", "spans", "sums", "times", "work"),
     )
 
     def __init__(self, ring: StepRing, exchange: GradientExchange, now: int) -> None:
@@ -126,6 +126,7 @@ class Steps:
         self._data = DataWaits()
         self.work = WorkSums(self._data)
         self._own = StepSpans(self.partition, self.rows)
+        self.times = self._own.times
         self._reduces_in_step = False
         """Whether the optimizer reduces gradients in its `step`."""
         self.optimizer = 0
@@ -145,6 +146,7 @@ class Steps:
         self.rows.forget()
         self._data.forget()
         self._own.forget()
+        self.times.forget(now)
         self._split = self._reduced_inside = self._step_in_backward = False
         """
         State of the open backward: own gradients are done; a reduction ended in it; an optimizer stepped in
@@ -210,6 +212,8 @@ class Steps:
     def _data_exhausted(self) -> None:
         """Cancel the wait: it does not belong to this step."""
         if self._data.end():
+            if self._data.loader == self._own.evaluated_with:
+                self._own.evaluated = self.now
             self._data.exhausted = self._data.exhausted or self._data.feeds_training()
             self.partition.reassign(self._data.before, self.now)
 
@@ -241,6 +245,7 @@ class Steps:
 
     def _no_grad_forward_begin(self) -> None:
         """Handle a forward without gradients: an evaluation, or a summary of the model that is printed."""
+        self._own.evaluated_with = self._data.loader
         self._own.begin_evaluation(0 if self._data.feeds_training() else self._reclassify(), self.now)
 
     # -- backward ------------------------------------------------------------------------------
@@ -328,7 +333,7 @@ class Steps:
 
     def _set_pending(self, flags: int, synced: bool) -> None:
         self._own.hand_out()
-        self.rows.set_pending(self.partition.pop(), flags, synced)
+        self.rows.set_pending(self.partition.pop(), flags, synced, self.now)
 
     # -- waits for peers, and inferred exchanges -----------------------------------------------------
 
@@ -369,7 +374,7 @@ class Steps:
         times, cuts = self.partition.pop()
         times[BACKWARD] += times[POST_SYNC]
         times[POST_SYNC] = 0
-        self.rows.extend(times, cuts)
+        self.rows.extend(times, cuts, self.now)
         self._own.extend()
 
     def _infer(self) -> None:
@@ -443,12 +448,13 @@ class Steps:
     def _span(self, mark: int) -> None:
         number, ends = divmod(mark - marks.SPANS, 2)
         if not ends:
-            self._own.begin(number, self.now)
+            self._own.begin_named(number, self.now)
         elif self._own.end(number, self.size, self.now):
             self.size = 0
 
     def hand_out_tail(self) -> None:
         """Count the spans of the tail, which belongs to no row, each separately."""
+        self._own.end_training()
         self.spans.hand_out(self.rows.step, apart=True)
 
     # -- on a device's clock -------------------------------------------------------------------------

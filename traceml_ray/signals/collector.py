@@ -26,6 +26,11 @@ class Rank:
     """Sends an event with the next batch. Any thread may call it."""
     spool: str | None = None
     """Folder for data that is not confirmed as stored when the process ends."""
+    part_of_run_ns: int | None = None
+    """
+    Time from which on the process can be part of the run (ns since the epoch), if it may be older: Ray
+    keeps processes for later use. None: it was started for the run.
+    """
     memory_from: dict[str, str] = field(default_factory=dict)
     """Source of each field of memory samples, for the next batch (`wire.RankBatch.memory_from`)."""
     spans: Sequence[wire.SpanSum] = ()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from traceml_ray.signals.collectives.timed import CollectiveCalls
 from traceml_ray.signals.collector import Collector, Rank
 from traceml_ray.signals.experts.agent import RouterCollector
+from traceml_ray.signals.goodput.agent import LifeReport
 from traceml_ray.signals.layers.agent import LayerSampler
 from traceml_ray.signals.logged.agent import MetricLog
 from traceml_ray.signals.memory.agent import MemoryCollector, MemoryHistory
@@ -24,5 +25,6 @@ COLLECTORS: dict[str, Callable[[Rank], Collector]] = {
     "experts": RouterCollector,
     "logged": MetricLog.of_rank,
     "collectives": CollectiveCalls.of_rank,
+    "goodput": LifeReport.of_rank,
 }
 """Collectors by the name under which their failures are counted, in the order in which they run."""

@@ -1,45 +1,202 @@
-"""Times `torch.save` and `torch.distributed.checkpoint` as spans inside the stage that calls them."""
+"""
+Times checkpoints: `torch.save` and `torch.load`, `torch.distributed.checkpoint`, and the functions of
+frameworks that write or read a checkpoint without these.
+
+What blocks the training thread is a span inside the stage that calls it. What runs beside it
+(`async_save`, or `torch.save` in another thread) has its begin and end recorded.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from traceml_ray.agent.marks import CHECKPOINT_SPAN, RESTORE_SPAN
 from traceml_ray.agent.patch.patcher import Make, Patcher
-from traceml_ray.agent.recorder import Spans
+from traceml_ray.agent.recorder import Recorder, Spans
 
 MODULE = "torch.distributed.checkpoint"
-_FUNCTIONS = {"save": "checkpoint", "async_save": "checkpoint", "load": "checkpoint load"}
-"""Functions that are timed. Of `async_save`, only the part that blocks the training thread is timed."""
+BESIDE = "checkpoint beside"
+"""Name of a checkpoint that is written beside the training thread."""
+_FUNCTIONS = {"save": CHECKPOINT_SPAN, "load": RESTORE_SPAN}
+OF_FRAMEWORKS = (
+    ("safetensors.torch", "", {"save_file": CHECKPOINT_SPAN, "save_model": CHECKPOINT_SPAN}),
+    ("accelerate", "Accelerator", {"save_state": CHECKPOINT_SPAN, "load_state": RESTORE_SPAN}),
+)
+"""(module, class in it or "", function → span) of what frameworks save and load with."""
+RAY_TRAIN = "ray.train"
+_PROGRESS = (
+    "epoch",
+    "step",
+    "global_step",
+    "iteration",
+    "last_epoch",
+    "total_steps",
+    "iter",
+    "steps",
+    "num_steps",
+)
+"""Names under which a checkpoint says how far training was."""
+_LOOK_AT, _DEPTH = 64, 2
+"""Largest number of entries of a loaded mapping that are looked at, and how deep."""
 
 
-def patch_save(patcher: Patcher, spans: Spans) -> None:
-    """Time `torch.save`."""
+def patch_torch(patcher: Patcher, spans: Spans, recorder: Recorder) -> None:
+    """Time `torch.save`, and `torch.load` of a checkpoint."""
     import torch
 
-    patcher.replace(torch, "save", _timed("checkpoint", spans))
+    patcher.replace(torch, "save", _timed(CHECKPOINT_SPAN, spans, recorder))
+    patcher.replace(torch, "load", _loads(recorder, patcher.failed))
 
 
-def patch(patcher: Patcher, spans: Spans) -> None:
+def patch(patcher: Patcher, spans: Spans, recorder: Recorder) -> None:
     """Time `torch.distributed.checkpoint`, which must be imported."""
     import torch.distributed.checkpoint as checkpoint
 
     for function, name in _FUNCTIONS.items():
         if hasattr(checkpoint, function):
             patcher.replace(checkpoint, function, _timed(name, spans))
+    if hasattr(checkpoint, "async_save"):
+        patcher.replace(checkpoint, "async_save", _goes_on(spans, recorder, patcher.failed))
 
 
-def _timed(name: str, spans: Spans) -> Make:
-    from torch.compiler import is_dynamo_compiling
+def patch_framework(
+    patcher: Patcher, spans: Spans, module: str, owner: str, functions: Mapping[str, str]
+) -> None:
+    """Time `functions` of a framework's module, or of a class in it. The module must be imported."""
+    import sys
+
+    target = sys.modules[module]
+    if owner:
+        target = getattr(target, owner)
+    for function, name in functions.items():
+        if hasattr(target, function):
+            patcher.replace(target, function, _timed(name, spans))
+
+
+def patch_ray_train(patcher: Patcher, spans: Spans) -> None:
+    """Time `ray.train.report` with a checkpoint. Without one it reports numbers only."""
+    import ray.train
 
     def make(original: Any) -> Any:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            span = None if is_dynamo_compiling() else spans.begin(name)
+        def report(*args: Any, **kwargs: Any) -> Any:
+            saves = kwargs.get("checkpoint", args[1] if len(args) > 1 else None) is not None
+            span = spans.begin(CHECKPOINT_SPAN) if saves else None
             try:
                 return original(*args, **kwargs)
             finally:
                 if span is not None:
                     spans.end(span)
 
+        return report
+
+    patcher.replace(ray.train, "report", make)
+
+
+def _timed(name: str, spans: Spans, recorder: Recorder | None = None) -> Make:
+    """Time a function as a span. With a `recorder`, also record calls in other threads."""
+    from torch.compiler import is_dynamo_compiling
+
+    def make(original: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():
+                return original(*args, **kwargs)
+            span = spans.begin(name)
+            end = None if span is not None or recorder is None else _beside(spans, recorder)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if span is not None:
+                    spans.end(span)
+                elif end is not None:
+                    end()
+
         return timed
 
     return make
+
+
+def _beside(spans: Spans, recorder: Recorder) -> Callable[[], object] | None:
+    """
+    Begin a checkpoint in a thread that does not train. Return what ends it. None: this thread trains, or
+    the call is part of a checkpoint that is recorded already.
+    """
+    if recorder.mine() or recorder.steps.times.runs_beside or spans.innermost == CHECKPOINT_SPAN:
+        return None
+    running: list[int] = []
+    recorder.begin_beside(BESIDE, recorder.clock(), running)
+    return lambda: recorder.end_beside(running)
+
+
+def _goes_on(spans: Spans, recorder: Recorder, failed: Callable[[str, BaseException], None]) -> Make:
+    """Time the part of `async_save` that blocks as a span, and record when the upload is over."""
+
+    def make(original: Any) -> Any:
+        def async_save(*args: Any, **kwargs: Any) -> Any:
+            began, span = recorder.clock(), spans.begin(CHECKPOINT_SPAN)
+            running: list[int] = []
+            if span is not None:
+                recorder.begin_beside(BESIDE, began, running)
+            saved = None
+            try:
+                saved = original(*args, **kwargs)
+                return saved
+            finally:
+                if span is not None:
+                    spans.end(span)
+                    _when_done(saved, lambda: recorder.end_beside(running), failed)
+
+        return async_save
+
+    return make
+
+
+def _when_done(saved: Any, end: Callable[[], object], failed: Callable[[str, BaseException], None]) -> None:
+    """Call `end` once the upload is over, from a thread of torch. `saved` is what `async_save` returned."""
+    try:
+        future = getattr(saved, "upload_completion", saved)  # newer versions return two futures
+        if hasattr(future, "add_done_callback"):
+            future.add_done_callback(lambda _: end())
+        else:  # it failed, or nothing is known of its end
+            end()
+    except Exception as error:
+        failed("checkpoint", error)
+
+
+def _loads(recorder: Recorder, failed: Callable[[str, BaseException], None]) -> Make:
+    """Record how long `torch.load` took, if it loaded a checkpoint of a training run."""
+
+    def make(original: Any) -> Any:
+        def load(*args: Any, **kwargs: Any) -> Any:
+            began = recorder.clock()
+            loaded = original(*args, **kwargs)
+            try:
+                if recorder.mine() and is_checkpoint(loaded):
+                    recorder.add_span_time(RESTORE_SPAN, began, recorder.clock())
+            except Exception as error:
+                failed("checkpoint", error)
+            return loaded
+
+        return load
+
+    return make
+
+
+def is_checkpoint(loaded: Any, depth: int = _DEPTH) -> bool:
+    """
+    Return whether a loaded object is the state of a training run. Weights alone may be of a model that
+    was trained elsewhere. So an optimizer's or a scheduler's state must be in it, or weights beside the
+    number of steps or epochs.
+    """
+    if not isinstance(loaded, Mapping):
+        return False
+    if isinstance(loaded.get("param_groups"), list) or isinstance(loaded.get("_step_count"), int):
+        return True
+    inner = [
+        value
+        for _, value in zip(range(_LOOK_AT), loaded.values(), strict=False)
+        if isinstance(value, Mapping)
+    ]
+    if inner and any(isinstance(loaded.get(name), int) for name in _PROGRESS):
+        return True
+    return depth > 0 and any(is_checkpoint(value, depth - 1) for value in inner)
