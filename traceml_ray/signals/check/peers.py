@@ -24,7 +24,7 @@ PRIOR = 8
 """Number of imagined peers with the usual spread. They stand for what is known of healthy hardware."""
 LEAST_PEERS = 0.4
 """Smallest share of the subjects that the peers may be. Fewer fast ones do not show what is usual."""
-LEAST_TRIALS = 5
+LEAST_TRIALS = 4
 """Smallest number of trials that show a level."""
 DISTURBED = 0.5
 """A trial counts only if other processes took at most this share of it."""

@@ -212,7 +212,7 @@ class NodeSampler:
         except Exception as error:
             if type(error).__name__ not in _NO_GPUS:
                 self.errors[f"nvml: {type(error).__name__}"] += 1
-        self._quotas = self._try("cgroup", lambda: _quota_files(root)) or []
+        self._quotas = self._try("cgroup", lambda: quota_files(root)) or []
         self._have_cpu = False
 
     def sample(self, t_ns: int) -> NodeSample:
@@ -242,7 +242,7 @@ class NodeSampler:
             psi_cpu=self._try("psi cpu", lambda: self._waiting("cpu", t_ns)),
             psi_memory=self._try("psi memory", lambda: self._waiting("memory", t_ns)),
             psi_io=self._try("psi io", lambda: self._waiting("io", t_ns)),
-            cpu_throttled_ns=self._try("cgroup", lambda: _held_back_ns(self._quotas)),
+            cpu_throttled_ns=self._try("cgroup", lambda: held_back_ns(self._quotas)),
         )
         self._have_cpu = True
         self._samples += 1
@@ -385,7 +385,7 @@ class NodeSampler:
         self.errors[NOT_MEASURED + what] = len(devices)
 
 
-def _quota_files(root: Path) -> list[Path]:
+def quota_files(root: Path) -> list[Path]:
     """
     Return the files in which the kernel counts time withheld by CPU quotas: of this process's cgroup and its
     ancestors.
@@ -403,7 +403,8 @@ def _quota_files(root: Path) -> list[Path]:
     return files_here
 
 
-def _held_back_ns(files: list[Path]) -> int | None:
+def held_back_ns(files: list[Path]) -> int | None:
+    """Return the CPU time withheld so far, in ns, from `quota_files`. Raises OSError, ValueError."""
     total = None
     for file in files:
         values = dict(line.split() for line in file.read_text().splitlines())

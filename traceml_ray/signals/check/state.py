@@ -1,0 +1,197 @@
+"""The state of this machine while it is checked: CPU quota, steal, clocks, and its GPUs through NVML."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from traceml_ray.signals.check import cores as machine
+from traceml_ray.signals.check.records import MachineState
+from traceml_ray.signals.nodes.records import GpuSample
+from traceml_ray.signals.nodes.sampler import LIMITS, QUESTIONS, held_back_ns, quota_files
+
+_STEAL = 7
+"""Column of the stolen time in a line of /proc/stat."""
+_TIMES = 8
+"""Number of columns that add up to all time. Those of guests are contained in others."""
+
+
+class CpuTime:
+    """What a CPU quota has withheld from this process."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._files: list[Path] = []
+        with contextlib.suppress(OSError, ValueError):
+            self._files = quota_files(root)
+
+    def withheld_ns(self) -> int:
+        """Return the CPU time that quotas have withheld so far, in ns."""
+        try:
+            return held_back_ns(self._files) or 0
+        except (OSError, ValueError, KeyError):
+            return 0
+
+    def periods(self) -> int:
+        """Return the number of periods in which a quota has withheld CPU time so far."""
+        periods = 0
+        for file in self._files:
+            with contextlib.suppress(OSError, ValueError):
+                values = dict(line.split() for line in file.read_text().splitlines())
+                periods += int(values.get("nr_throttled", 0))
+        return periods
+
+    def quota_cores(self) -> float | None:
+        """Return the number of cores that the smallest quota allows. None: there is no quota."""
+        quotas = []
+        for folder in (file.parent for file in self._files):
+            with contextlib.suppress(OSError, ValueError):
+                quotas.append(_quota(folder))
+        return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota(folder: Path) -> float | None:
+    """Return the cores that the quota of a cgroup allows; None: no quota. Raises OSError, ValueError."""
+    if (folder / "cpu.max").exists():
+        allowed, period = (folder / "cpu.max").read_text().split()
+        return None if allowed == "max" else int(allowed) / int(period)
+    quota = int((folder / "cpu.cfs_quota_us").read_text())
+    return quota / int((folder / "cpu.cfs_period_us").read_text()) if quota > 0 else None
+
+
+class StateWatch:
+    """
+    Watches the state of the machine during a check.
+
+    Args:
+        root: the folder that contains `proc` and `sys`.
+        cores: cores that the process may use.
+        nvml: the NVML binding. None: `pynvml` is imported when GPUs are sampled.
+    """
+
+    def __init__(self, root: Path, cores: Sequence[int], nvml: Any = None) -> None:
+        self.cpu_time = CpuTime(root)
+        self._root, self._cores, self._nvml = root, cores, nvml
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was seen so far."""
+        self._began = self.cpu_time.withheld_ns(), self.cpu_time.periods(), self._times()
+        self._clocks = list[float]()
+        self._samples = defaultdict[int, list[GpuSample]](list)
+
+    def sample_cpu(self) -> None:
+        """Read the clocks of the cores, which should be busy."""
+        clocks = [self._frequency(core, "scaling_cur_freq") for core in self._cores]
+        known = [clock for clock in clocks if clock is not None]
+        if known:
+            self._clocks.append(sum(known) / len(known))
+
+    def sample_gpu(self, index: int, name: str) -> None:
+        """Sample a GPU, by NVML's index. It should be busy."""
+        with contextlib.suppress(Exception):  # a machine without NVML has no states of GPUs
+            handle = self._started().nvmlDeviceGetHandleByIndex(index)
+            known: dict[str, Any] = {"util_pct": None, "mem_used_bytes": None, "mem_total_bytes": None}
+            for question in (*QUESTIONS.values(), *LIMITS.values()):
+                known |= self._answer(question, handle)
+            self._samples[index].append(GpuSample(index=index, name=name, **known))
+
+    def nvml_index(self, uuid: str) -> int | None:
+        """Return NVML's index of the GPU with a UUID (torch's, without prefix). None if it is not known."""
+        with contextlib.suppress(Exception):
+            nvml = self._started()
+            for index in range(nvml.nvmlDeviceGetCount()):
+                known = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index))
+                known = known.decode() if isinstance(known, bytes) else known
+                if known.removeprefix("GPU-") == uuid:
+                    return index
+        return None
+
+    def _started(self) -> Any:
+        """Return the NVML binding after its start. Raises what it raises."""
+        if self._nvml is None:
+            self._nvml = importlib.import_module("pynvml")
+        self._nvml.nvmlInit()
+        return self._nvml
+
+    def _answer(self, question: Callable[[Any, Any], dict[str, Any]], handle: Any) -> dict[str, Any]:
+        try:
+            return question(self._nvml, handle)
+        except Exception:  # this device, or this driver, does not say
+            return {}
+
+    def result(self) -> MachineState:
+        """Return the state since the beginning."""
+        withheld, periods, times = self._began
+        gpus = [_usual(samples) for _, samples in sorted(self._samples.items())]
+        highest = [self._frequency(core, "cpuinfo_max_freq") for core in self._cores]
+        return MachineState(
+            cpu_name=machine.cpu_name(self._root)[:256] or None,
+            cores=len(self._cores),
+            quota_cores=self.cpu_time.quota_cores(),
+            throttled_ns=self.cpu_time.withheld_ns() - withheld,
+            throttled_periods=self.cpu_time.periods() - periods,
+            steal=_stolen(times, self._times()),
+            cpu_mhz=median(self._clocks) if self._clocks else None,
+            cpu_max_mhz=max((clock for clock in highest if clock is not None), default=None),
+            governor=self._governor(),
+            gpus=gpus or None,
+        )
+
+    def _times(self) -> list[int] | None:
+        """Return the ticks of this process's cores since the machine was started, by state."""
+        names = {f"cpu{core}" for core in self._cores}
+        try:
+            lines = [line.split() for line in (self._root / "proc/stat").read_text().splitlines()]
+            columns = [[int(ticks) for ticks in line[1 : 1 + _TIMES]] for line in lines if line[0] in names]
+        except (OSError, ValueError, IndexError):
+            return None
+        return [sum(column) for column in zip(*columns, strict=True)] or None
+
+    def _frequency(self, core: int, name: str) -> float | None:
+        """Return a clock of a core in MHz."""
+        try:
+            folder = self._root / f"sys/devices/system/cpu/cpu{core}/cpufreq"
+            return int((folder / name).read_text()) / 1e3
+        except (OSError, ValueError):
+            return None
+
+    def _governor(self) -> str | None:
+        try:
+            folder = self._root / f"sys/devices/system/cpu/cpu{self._cores[0]}/cpufreq"
+            return (folder / "scaling_governor").read_text().strip()[:64]
+        except (OSError, IndexError):
+            return None
+
+
+def _stolen(before: list[int] | None, after: list[int] | None) -> float | None:
+    if before is None or after is None or len(before) <= _STEAL:
+        return None
+    total = sum(after) - sum(before)
+    return (after[_STEAL] - before[_STEAL]) / total if total > 0 else None
+
+
+def _usual(samples: Sequence[GpuSample]) -> GpuSample:
+    """Return one sample: medians, and the reasons for a lower clock that most samples have."""
+    seen = Counter(reason for sample in samples for reason in sample.throttle or ())
+    told = any(sample.throttle is not None for sample in samples)
+    reasons = sorted(reason for reason, times in seen.items() if 2 * times > len(samples))
+
+    def middle(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return median(known) if known else None
+
+    return msgspec.structs.replace(
+        samples[-1],
+        throttle=reasons if told else None,
+        util_pct=middle(sample.util_pct for sample in samples),
+        sm_mhz=middle(sample.sm_mhz for sample in samples),
+        power_w=middle(sample.power_w for sample in samples),
+        temperature_c=middle(sample.temperature_c for sample in samples),
+    )
