@@ -198,7 +198,7 @@ class TorchGpu:
             raise ProbeError(f"GPU {self.index} was not measured: only {text.size(free)} of it are free.")
         return room
 
-    def _multiplication(self, _: str) -> tuple[float, Callable[[], object]]:
+    def _multiplication(self, _probe: str) -> tuple[float, Callable[[], object]]:
         torch, side = self._torch, _SIDE
         bytes_each = 4 if self._type is torch.float32 else 2
         room = self._room(3 * bytes_each * side**2)

@@ -28,6 +28,8 @@ LEAST_TRIALS = 4
 """Smallest number of trials that show a level."""
 DISTURBED = 0.5
 """A trial counts only if other processes took at most this share of it."""
+_UNKNOWN = 0.4
+"""A level counts if chance changes it by at most this much (a logarithm)."""
 PERSISTS = 0.8
 """Share of its trials in which a slow subject must be slower than its peers' level."""
 _OF_MEDIAN = 1.2533
@@ -97,17 +99,20 @@ def compare(
     """
     levels, errors = np.array([one.level for one in trials]), np.array([one.error for one in trials])
     z = NormalDist().inv_cdf(1 - min(alpha, 0.1))
-    steady = np.flatnonzero(np.isfinite(levels) & (z * errors <= max(least, 4 * usual)))
-    if not len(steady):  # the levels of all vary: the least uncertain ones are still no reference
+    known = np.flatnonzero(np.isfinite(levels) & (z * errors <= _UNKNOWN))
+    noisy = z * errors > least
+    if not len(known):
         nothing = np.full(len(levels), math.nan)
         return PeerComparison(math.nan, nothing, nothing, np.zeros(len(levels), dtype=bool))
-    order = steady[np.argsort(-levels[steady], kind="stable")]
+    order = known[np.argsort(-levels[known], kind="stable")]
     fewest, fast = math.ceil(least_peers * len(order)), list[int]()
     peers = order
     for number in _steps(levels[order], least):
         upper, below = order[:number], order[number:]
         level, needed = _needed(levels, errors, upper, usual, z)
-        if np.all(level - levels[below] >= np.maximum(needed[below], least)):
+        lower = level - levels[below]
+        beyond = lower >= np.maximum(needed[below], least)
+        if beyond.any() and np.all(beyond | (noisy[below] & (lower >= least))):
             if number >= fewest:
                 peers = upper
                 break
