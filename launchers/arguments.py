@@ -124,6 +124,7 @@ _COMMAND_CHARS = 1000
 RAY_PORT = 29501
 """Port of `traceml-ray run` on several nodes: torchrun's default port + 1."""
 LINGER_S = 1800
+CHECK_S = 20
 _OF_SETTING = "setting_"
 """Prefix of the names of parsed settings, because torchrun has names of its own."""
 _BARE = "--dashboard=\0"  # no argument can be that
@@ -149,6 +150,18 @@ def add_flags(add: Callable[..., Any], default_port: str) -> None:
         "--live",
         action="store_true",
         help="Show the session below the job's output, if that is a terminal (as traceml-ray top).",
+    )
+    add(
+        "--check",
+        action="store_true",
+        help="Before the job starts, measure its nodes, and name one that is slower than its peers.",
+    )
+    add("--check-seconds", type=_seconds, metavar="S", help=f"Seconds per node; default: {CHECK_S}.")
+    add("--check-path", metavar="PATH", help="Also read from the disk of this file or folder.")
+    add(
+        "--check-stop",
+        action="store_true",
+        help="Check, and do not start the job if something is named: exit code 3.",
     )
     add(
         "--dashboard",

@@ -45,6 +45,7 @@ from .arguments import (
     settings_of,
     unmarked,
 )
+from .check import NAMED, check_nodes, is_wanted, must_stop
 from .guard import at_the_end
 from .monitor import Monitor, monitor_of
 
@@ -215,11 +216,15 @@ def run(args: argparse.Namespace) -> int:
     if args.no_monitor:
         return _exec(words)
     try:
+        checked = check_nodes(args, _nodes(args), os.environ) if is_wanted(args) else None
+        if must_stop(args, checked):
+            return NAMED
         monitor = _monitor(args, words)
     except UsageError as error:
         return _refuse(str(error), 2)
     if monitor is None:
         return _exec(words)
+    monitor.store(checked)
     code = _run(words, monitor)
     return code if code >= 0 else _end_by(-code)
 

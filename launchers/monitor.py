@@ -32,6 +32,7 @@ from traceml_ray.ray.actors import FILE as ATTACHMENT
 from traceml_ray.ray.actors import ActorConfig, Attachment
 from traceml_ray.reports.headlines import beside, line_of
 from traceml_ray.settings import RelayPaths, Settings
+from traceml_ray.signals.check.agent import FILE as CHECKS_FILE
 from traceml_ray.signals.memory.records import SNAPSHOTS
 from traceml_ray.sinks.alerts.config import read_alerts
 from traceml_ray.sinks.table import environment_of, wanted
@@ -52,6 +53,7 @@ from traceml_ray.wire.spool import SUFFIX
 
 from .arguments import Nodes
 from .bring_up import BringUp
+from .check_process import CheckReply
 from .cluster import JOIN_S, PrivateRay, yield_cores
 from .control import ask_finish
 from .guard import at_the_end, guarded, in_time
@@ -176,10 +178,21 @@ class Monitor:
         """Whether the session's disk was found to hang at the end. Then nothing more is written to it."""
         self._view: LiveView | None = None
 
+    @property
+    def folder(self) -> str:
+        """Return the path of the session's folder; "" on a node that has none."""
+        return str(self._session.path) if self._session is not None else ""
+
     def rank_environment(self) -> dict[str, str]:
         """Return the variables that ranks get in addition to the user's environment."""
         paths = RelayPaths(str(self._socket), str(self._spool))
         return rank_environment(self.settings, paths, dict(self.environ))
+
+    def store(self, checked: CheckReply | None) -> None:
+        """Have the ranks of this node store what the check before the job has measured here."""
+        if checked is not None and checked.checks:
+            with guarded("the check is not in the session"):
+                write_file(self._spool / CHECKS_FILE, msgspec.json.encode(checked.checks))
 
     def discard(self) -> None:
         """Undo what `__init__` did. This is called instead of `start`."""

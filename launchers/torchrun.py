@@ -39,7 +39,9 @@ from .arguments import (
     unmarked,
 )
 from .arguments import read as read_nodes
+from .check import NAMED, check_nodes, is_wanted, must_stop
 from .cluster import free_port
+from .confirm import confirming
 from .guard import at_the_end
 from .monitor import Monitor, monitor_of
 
@@ -54,30 +56,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     Launch as torchrun does. `argv`: the arguments of torchrun (None: those of this process).
 
-    Returns 0, or 2 with one line on stderr for bad input, before anything was started. A failed run raises
-    what torchrun raises, which makes the interpreter exit with torchrun's exit code.
+    Returns 0, 2 with one line on stderr for bad input, before anything was started, or 3 if the job was not
+    started because the check of its nodes named something. A failed run raises what torchrun raises, which
+    makes the interpreter exit with torchrun's exit code.
     """
     clear_rank_environment()
     try:
         args = _parse(argv)
         check_floors(args)
         monitor = None if args.no_monitor else _monitor(args)
+        to_check = read_nodes(args, settings_of(args).ray_address) if is_wanted(args) else None
     except (UsageError, SettingError, SessionError) as error:
         log(error)
         return 2
-    _train(args, monitor)
-    return 0
+    return _train(args, monitor, to_check) or 0
 
 
 @record
-def _train(args: argparse.Namespace, monitor: Monitor | None) -> None:
-    code, failures = 1, list[wire.RankFailure]()
+def _train(args: argparse.Namespace, monitor: Monitor | None, to_check: Nodes | None = None) -> int:
+    code, failures, begun, environ = 1, list[wire.RankFailure](), False, dict(os.environ)
     try:
-        if monitor is not None:
+        if monitor is not None or to_check is not None:
             _catch_signals(args)
+        checked = check_nodes(args, to_check, environ) if to_check is not None else None
+        if must_stop(args, checked):
+            return NAMED
+        begun = True
+        if monitor is not None:
             monitor.start()
+            monitor.store(checked)
             os.environ.update(monitor.rank_environment())
-        torch_run.run(args)  # type: ignore[no-untyped-call]
+        with confirming(args, monitor, environ):
+            torch_run.run(args)  # type: ignore[no-untyped-call]
         code = 0
     except _EndedEarly as error:
         code = -error.number
@@ -93,8 +103,12 @@ def _train(args: argparse.Namespace, monitor: Monitor | None) -> None:
         code = -2
         raise
     finally:
-        if monitor is not None:
+        if monitor is not None and begun:
             monitor.finish(code, failures)
+        elif monitor is not None:
+            with at_the_end("the session could not be removed"):
+                monitor.discard()
+    return code
 
 
 class _EndedEarly(BaseException):

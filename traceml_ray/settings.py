@@ -141,6 +141,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Peak of one device in 10¹² FLOPs a second; default: its maker's figure, if known."""
     total_steps: Annotated[int | None, Bounds(1, 10**15), OF_RANKS] = None
     """Number of steps of the job."""
+    confirm: Annotated[Literal["off", "restart"], OF_LAUNCHERS] = "off"
+    """
+    Whether a straggler is confirmed by a check of the nodes when torchrun restarts the ranks (`restart`). The
+    restart then takes longer, by about twice the seconds of the check.
+    """
     metrics_port: Annotated[int | None, Bounds(0, 65535)] = None
     """
     Port at which metrics are served for Prometheus (`/metrics`), on the node of the aggregator, without the

@@ -13,7 +13,7 @@ import pytest
 
 from traceml_ray.ray.check import labelled, node_environment, reserved
 from traceml_ray.signals.check import coordinator
-from traceml_ray.signals.check.coordinator import TRIALS, Coordinator, Plan, waves
+from traceml_ray.signals.check.coordinator import TRIALS, Coordinator, waves
 from traceml_ray.signals.check.nodes import NoAnswerError
 from traceml_ray.signals.check.pairs import Pair
 from traceml_ray.signals.check.records import Checked, Measure
@@ -24,6 +24,7 @@ from traceml_ray.signals.check.tasks import (
     Exchange,
     Listen,
     NodeUse,
+    Plan,
     Round,
     Task,
     TaskReply,

@@ -23,12 +23,13 @@ WORDS = {"ray_address": ("a:1", "b:2"), "log_to": ("auto", "wandb,comet,aim")}
 
 
 def values(name: str) -> tuple[Any, Any]:
-    """Two values of a setting that are not its default."""
+    """Two values of a setting. The first is not its default, nor the second if there is a choice."""
     setting = FIELDS[name]
     if setting.range is not None:
         return tuple(setting.type(end) for end in (setting.range.low, setting.range.high))
     if setting.choices:
-        return tuple(choice for choice in setting.choices if choice != setting.default)
+        others = [choice for choice in setting.choices if choice != setting.default]
+        return tuple([*others, setting.default][:2])
     return (True, False) if setting.type is bool else WORDS.get(name, ("a", "b"))
 
 

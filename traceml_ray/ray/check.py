@@ -9,15 +9,17 @@ one core: the process has the environment of the node instead.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from traceml_ray import text
 from traceml_ray.ray.actors import bare, cluster_nodes
+from traceml_ray.signals.check.coordinator import Coordinator, Outcome
 from traceml_ray.signals.check.nodes import NoAnswerError, TaskProcess
-from traceml_ray.signals.check.tasks import Task, TaskReply, task_of
+from traceml_ray.signals.check.tasks import Plan, Task, TaskReply, task_of
 from traceml_ray.wire.codec import ready
 
 _SET_BY_RAY = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -88,7 +90,7 @@ class RayNode:
             asked = self._actor.ask.remote(msgspec.json.encode(task), limit_s)
             reply = msgspec.json.decode(ray.get(asked, timeout=limit_s + _SPARE_S), type=ready(TaskReply))
         except ray.exceptions.GetTimeoutError:
-            raise NoAnswerError(f"it did not answer within {limit_s + _SPARE_S:.0f} s") from None
+            raise NoAnswerError(f"it did not answer within {text.duration(limit_s + _SPARE_S)}") from None
         except (ray.exceptions.RayError, msgspec.MsgspecError) as error:
             raise NoAnswerError(_reason(error)) from None
         return reply
@@ -133,7 +135,7 @@ def labelled(nodes: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str,
 def reserved(total: Mapping[str, float], free: Mapping[str, float]) -> str:
     """Return in words what jobs have reserved on a node: "8 of 8 CPUs and 1 of 4 GPUs"; "": nothing."""
     parts = [
-        f"{total[name] - free.get(name, 0.0):g} of {total[name]:g} {name}s"
+        f"{text.number(total[name] - free.get(name, 0.0))} of {text.number(total[name])} {name}s"
         for name in ("CPU", "GPU")
         if total.get(name, 0.0) > free.get(name, 0.0)
     ]
@@ -148,3 +150,15 @@ def _available() -> dict[str, dict[str, float]]:
         return {}
     free: dict[str, dict[str, float]] = bare(available_resources_per_node)()
     return free
+
+
+def check_cluster(
+    plan: Plan, advance: Callable[[str, float], None], runtime_env: dict[str, Any] | None = None
+) -> Outcome:
+    """Check all nodes of the cluster that this process is attached to."""
+    nodes = ray_nodes(runtime_env)
+    try:
+        return Coordinator(nodes, plan, advance).run()
+    finally:
+        for node in nodes:
+            node.end()

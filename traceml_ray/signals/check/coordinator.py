@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from traceml_ray import text
+from traceml_ray.signals.check.judge import CheckResult, judged
 from traceml_ray.signals.check.nodes import CheckNode, NoAnswerError
-from traceml_ray.signals.check.pairs import Pair, first_round, next_round
+from traceml_ray.signals.check.pairs import Pair, first_round, judge_pairs, next_round
 from traceml_ray.signals.check.records import Checked, Measure
 from traceml_ray.signals.check.tasks import (
     Begin,
@@ -24,6 +26,7 @@ from traceml_ray.signals.check.tasks import (
     Exchange,
     Listen,
     NodeUse,
+    Plan,
     Round,
     Task,
     TaskReply,
@@ -46,20 +49,6 @@ _OF_GPUS = "gpu_matmul", "gpu_memory"
 """Probes that a job on the cores of the same node does not notice."""
 Job = tuple[frozenset[str], Callable[[], None]]
 """What a job keeps busy, and the job."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a check is to do."""
-
-    seconds: float = 20.0
-    """About how long each node measures, in s."""
-    path: str = ""
-    """File or folder, on each node, whose disk is read. "": no disk is read."""
-    disturb: bool = False
-    """Whether to measure also what a running job uses. It is slower meanwhile."""
-    pairs: bool = True
-    """Whether to measure the links between nodes."""
 
 
 @dataclass
@@ -173,7 +162,7 @@ class Coordinator:
         machine, reserved = self._machines[name], self._by_name[name].reserved
         parts = [reserved] if reserved else []
         if not reserved and (machine.busy_cores or 0) > _IN_USE * machine.cores:
-            parts.append(f"{machine.busy_cores:.1f} of {machine.cores} cores are busy")
+            parts.append(f"{text.number(machine.busy_cores, 1)} of {machine.cores} cores are busy")
         if not reserved and len(machine.free_gpus) < machine.gpus:
             parts.append(f"{machine.gpus - len(machine.free_gpus)} of {machine.gpus} GPUs are in use")
         return ", ".join(parts)
@@ -260,3 +249,20 @@ def waves(jobs: Iterable[Job]) -> Iterable[list[Callable[[], None]]]:
             busy |= uses
         yield wave
         left = later
+
+
+def judge_outcome(outcome: Outcome) -> CheckResult:
+    """Return what a check of several nodes says."""
+    result = judged(outcome.checks)
+    if any(outcome.rounds):
+        slow, levels, unsure = judge_pairs(outcome.names, outcome.rounds)
+        result.slow += slow
+        result.levels += levels
+        result.unsure += unsure
+    result.notes += [
+        f"{name} is in use ({used}): only what no job uses was measured"
+        for name, used in outcome.in_use.items()
+    ]
+    result.errors += outcome.errors
+    result.errors += [f"{name} does not answer: {why}" for name, why in outcome.silent.items()]
+    return result

@@ -7,6 +7,7 @@ it is needed.
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import time
@@ -36,9 +37,7 @@ def listen(address: str) -> Any:
 
 
 def _store_type() -> Any:
-    from torch import distributed
-
-    return distributed.TCPStore
+    return importlib.import_module("torch.distributed").TCPStore
 
 
 def exchange(store: Any, task: Exchange) -> list[Measure]:

@@ -1,4 +1,4 @@
-"""What a process of a check is asked to do, and what it replies: one line of JSON each."""
+"""What a check is to do, what its processes are asked to do, and what they reply: one line of JSON each."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ import msgspec
 
 from traceml_ray.signals.check.records import Checked, Measure
 from traceml_ray.wire.codec import ready
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What a check is to do."""
+
+    seconds: float = 20.0
+    """About how long each node measures, in s."""
+    path: str = ""
+    """File or folder, on each node, whose disk is read. "": no disk is read."""
+    disturb: bool = False
+    """Whether to measure also what a running job uses. It is slower meanwhile."""
+    pairs: bool = True
+    """Whether to measure the links between nodes."""
 
 
 class Task(msgspec.Struct, frozen=True, tag=True):

@@ -1,0 +1,123 @@
+"""
+The check of a job's nodes before it trains (`--check`), as a launcher runs it: in a process of its own,
+within a time limit. If the check fails, the job trains without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import msgspec
+
+from traceml_ray import text
+from traceml_ray.signals.check.tasks import Plan
+from traceml_ray.text import log
+from traceml_ray.wire.codec import ready
+
+from .arguments import CHECK_S, Nodes
+from .check_process import CheckReply, CheckRequest, limit_s
+from .guard import guarded
+
+NAMED = 3
+"""Exit code of a job that does not start because the check has named something."""
+_NOTHING = "no node, device or link is slower than its peers"
+_KILLED_S = 5.0
+_RESTART_S = 60.0
+"""How long nodes wait for each other at a restart, in s: all of them restart at the same time."""
+
+
+def is_wanted(args: argparse.Namespace) -> bool:
+    """Return whether the flags ask for a check."""
+    return bool(args.check or args.check_stop)
+
+
+def check_nodes(args: argparse.Namespace, nodes: Nodes, environ: Mapping[str, str]) -> CheckReply | None:
+    """
+    Check the nodes of the job, and print the result. None: there is no result.
+
+    Whatever happens to the check, the job can start. A signal that ends this process ends the check.
+    """
+    who = "the nodes of this job" if nodes.several else "this node"
+    log(f"check: measuring {who}, before it starts")
+    return _checked(_request(args, nodes), environ)
+
+
+def check_at_restart(
+    args: argparse.Namespace, nodes: Nodes, session: str, environ: Mapping[str, str]
+) -> CheckReply | None:
+    """
+    Check the nodes of a job whose ranks are about to be restarted, if one of its ranks was a straggler.
+
+    Args:
+        args: the flags.
+        nodes: the nodes that take part in the restart.
+        session: folder of the session, on the first node.
+        environ: the user's environment.
+    """
+    request = msgspec.structs.replace(
+        _request(args, nodes), session=session, kind="restart", join_s=_RESTART_S
+    )
+    return _checked(request, environ)
+
+
+def _request(args: argparse.Namespace, nodes: Nodes) -> CheckRequest:
+    plan = Plan(seconds=args.check_seconds or CHECK_S, path=args.check_path or "", disturb=True)
+    port = int(nodes.head.rpartition(":")[2] or 0) + 1
+    return CheckRequest(os.getpid(), plan, nodes.count, nodes.first, nodes.host, port)
+
+
+def _checked(request: CheckRequest, environ: Mapping[str, str]) -> CheckReply | None:
+    """Run the check and print its result. Raises nothing of its own."""
+    reply = None
+    with guarded("no check"):
+        reply = _ask(request, environ)
+        if reply.error:
+            log(f"no check: {reply.error}")
+            return None
+        for line in reply.lines or ((_NOTHING,) if reply.needed else ()):
+            log(f"check: {line}")
+    return reply
+
+
+def must_stop(args: argparse.Namespace, reply: CheckReply | None) -> bool:
+    """Return whether the job must not start, after a line that says so."""
+    if reply is None or not (args.check_stop and reply.named):
+        return False
+    log("check: the job is not started (--check-stop)")
+    return True
+
+
+def _ask(request: CheckRequest, environ: Mapping[str, str]) -> CheckReply:
+    """Run the process of the check. Raises OSError if it cannot be started."""
+    most_s = request.join_s + limit_s(request.plan, request.nodes)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "traceml_ray.launchers.check_process"],
+        cwd="/",  # the user's folder may hold files named like modules
+        env=dict(environ),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        answer, _ = process.communicate(msgspec.json.encode(request), timeout=most_s)
+        return msgspec.json.decode(answer, type=ready(CheckReply))
+    except subprocess.TimeoutExpired:
+        return CheckReply(error=f"it was not done within {text.duration(most_s)}")
+    except msgspec.MsgspecError:
+        return CheckReply(error=f"its process ended with exit code {process.returncode}")
+    finally:
+        _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill what the process has started. One that a hanging disk holds is left."""
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_KILLED_S)

@@ -1,0 +1,199 @@
+"""The check before a job, over several launchers: played nodes over real connections of this process."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from traceml_ray.launchers import check as launcher_check
+from traceml_ray.launchers import check_process
+from traceml_ray.launchers.arguments import Nodes
+from traceml_ray.launchers.check_process import CheckReply, CheckRequest
+from traceml_ray.launchers.cluster import free_port
+from traceml_ray.signals.check import coordinator, nodes
+from traceml_ray.signals.check.agent import FILE, CheckReport
+from traceml_ray.signals.check.nodes import NoAnswerError
+from traceml_ray.signals.check.records import Checked, Measure
+from traceml_ray.signals.check.tasks import (
+    Collect,
+    Describe,
+    Exchange,
+    Listen,
+    NodeUse,
+    Plan,
+    Task,
+    TaskReply,
+)
+
+
+class PlayedProcess:
+    """Answers tasks in place of a process that measures."""
+
+    number = 0
+    silent = -1
+    """Which of them does not answer a round."""
+
+    def __init__(self, _environ: object) -> None:
+        self.mine = PlayedProcess.number
+        PlayedProcess.number += 1
+        self.ended = False
+
+    def ask(self, task: Task, _limit_s: float) -> TaskReply:
+        if isinstance(task, Describe):
+            return TaskReply(machine=NodeUse("host", f"boot-{self.mine}", 8))
+        if isinstance(task, Collect):
+            if self.mine == PlayedProcess.silent:
+                raise NoAnswerError("its measuring process ended (-9)")
+            measure = Measure("cpu_matmul", "CPU", "FLOP/s", [1e9 + self.mine])
+            return TaskReply(checked=Checked(1, "", measures=[measure]))
+        if isinstance(task, Listen):
+            return TaskReply(port=1)
+        if isinstance(task, Exchange):
+            return TaskReply(measures=(Measure("all_reduce", "link", "B/s", [1.0]),))
+        return TaskReply()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.fixture(autouse=True)
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_process, "TaskProcess", PlayedProcess)
+    monkeypatch.setattr(nodes, "TaskProcess", PlayedProcess)
+    monkeypatch.setattr(coordinator, "next_round", lambda *_: [])
+    monkeypatch.setattr(coordinator, "judge_pairs", lambda *_: ([], [], []))
+    monkeypatch.setattr(PlayedProcess, "number", 0)
+    monkeypatch.setattr(PlayedProcess, "silent", -1)
+
+
+def check_of(count: int, **more: Any) -> list[CheckReply]:
+    """Run the check of a job of `count` nodes; return their replies."""
+    port = free_port()
+    replies: dict[int, CheckReply] = {}
+
+    def take_part(rank: int) -> None:
+        request = CheckRequest(0, Plan(seconds=0.1), count, rank == 0, "127.0.0.1", port, 20.0, **more)
+        replies[rank] = check_process.check(request)
+
+    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [replies[rank] for rank in sorted(replies)]
+
+
+def test_each_node_gets_what_it_has_measured_and_the_result_of_all() -> None:
+    replies = check_of(3)
+    assert [reply.error for reply in replies] == [""] * 3
+    assert len({reply.lines for reply in replies}) == 1
+    names = [check.node for reply in replies for check in reply.checks]
+    host = socket.gethostname()
+    assert names[0] == host and sorted(names) == [host, f"{host} (2)", f"{host} (3)"]
+    assert {check.kind for reply in replies for check in reply.checks} == {"check"}
+
+
+def test_node_whose_process_fails_is_named_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlayedProcess, "silent", 0)
+    replies = check_of(2)
+    assert all(any("its measuring process ended (-9)" in line for line in reply.lines) for reply in replies)
+
+
+def test_job_of_one_node_needs_no_port() -> None:
+    (reply,) = check_of(1)
+    assert reply.error == "" and len(reply.checks) == 1
+
+
+def test_node_that_does_not_come_is_waited_for_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_process, "_TELL_S", 0.0)
+    request = CheckRequest(0, Plan(seconds=0.1), 3, True, "127.0.0.1", free_port(), 0.2)
+    reply = check_process.check(request)
+    assert "2 nodes did not come within 0.2 s" in reply.lines and reply.error == ""
+
+
+def test_first_node_that_does_not_come_is_an_error() -> None:
+    request = CheckRequest(0, Plan(), 2, False, "127.0.0.1", free_port(), 0.1)
+    assert "nothing answers at 127.0.0.1" in check_process.check(request).error
+
+
+def test_stranger_at_the_port_is_no_node() -> None:
+    port, replies = free_port(), list[CheckReply]()
+    request = CheckRequest(0, Plan(seconds=0.1), 2, True, "127.0.0.1", port, 20.0)
+    first = threading.Thread(target=lambda: replies.append(check_process.check(request)))
+    first.start()
+    for _ in range(100):
+        try:
+            stranger = socket.create_connection(("127.0.0.1", port), 1)
+            break
+        except OSError:
+            time.sleep(0.05)
+    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    assert stranger.recv(1) == b""
+    other = check_process.check(msgspec.structs.replace(request, first=False))
+    first.join(60)
+    assert [len(reply.checks) for reply in (*replies, other)] == [1, 1]
+    stranger.close()
+
+
+def test_at_a_restart_nodes_are_checked_only_if_there_was_a_straggler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(check_process, "_has_straggler", lambda _session: False)
+    replies = check_of(2, session=str(tmp_path), kind="restart")
+    assert [(reply.needed, reply.checks, reply.lines) for reply in replies] == [(False, (), ())] * 2
+    monkeypatch.setattr(check_process, "_has_straggler", lambda _session: True)
+    replies = check_of(2, session=str(tmp_path), kind="restart")
+    assert [check.kind for reply in replies for check in reply.checks] == ["restart"] * 2
+
+
+# -- the launcher -------------------------------------------------------------------------------
+
+
+def flags(**more: Any) -> argparse.Namespace:
+    given = {"check": True, "check_seconds": None, "check_path": None, "check_stop": False}
+    return argparse.Namespace(**{**given, **more})
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (CheckReply(), "check: no node, device or link is slower than its peers"),
+        (CheckReply(True, ("GPU 3 of node-1 multiplies 14 % slower.",)), "check: GPU 3 of node-1 multiplies"),
+        (CheckReply(error="it was not done within 5 s"), "no check: it was not done within 5 s"),
+        (OSError("no more processes"), "no check: OSError: no more processes"),
+    ],
+)
+def test_launcher_prints_the_result_and_goes_on_whatever_it_is(
+    reply: CheckReply | OSError,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def ask(*_: object) -> CheckReply:
+        if isinstance(reply, OSError):
+            raise reply
+        return reply
+
+    monkeypatch.setattr(launcher_check, "_ask", ask)
+    result = launcher_check.check_nodes(flags(), Nodes(), {})
+    assert said in capsys.readouterr().err
+    assert not launcher_check.must_stop(flags(), result)
+    named = result is not None and result.named
+    assert launcher_check.must_stop(flags(check_stop=True), result) == named
+
+
+def test_checks_are_sent_by_one_rank_once(tmp_path: Path) -> None:
+    ranks = [CheckReport(str(tmp_path)) for _ in range(3)]
+    assert [list(rank.collect(False)) for rank in ranks] == [[], [], []]
+    checks = [Checked(1, "a"), Checked(2, "a", kind="restart")]
+    (tmp_path / FILE).write_bytes(msgspec.json.encode(checks))
+    sent = [one for rank in ranks for one in rank.collect(False)]
+    assert [(one.t_ns, one.number) for one in sent] == [(1, 0), (2, 1)]
+    assert not any(list(rank.collect(True)) for rank in ranks) and not list(tmp_path.iterdir())
