@@ -8,7 +8,13 @@ import msgspec
 
 from traceml_ray.agent.batch_size import packed
 from traceml_ray.identity import RankIdentity
-from traceml_ray.signals.collectives.records import CallSample, CallTimes
+from traceml_ray.signals.collectives.records import (
+    CallReport,
+    CallSample,
+    CallTimes,
+    CollectivesReport,
+    GroupReport,
+)
 from traceml_ray.signals.experts.records import RouterTokens
 from traceml_ray.signals.goodput.records import Life, LifeInterval, OpenInterval
 from traceml_ray.signals.kinds import encoded
@@ -51,6 +57,18 @@ RECORDS = [
         5,
         7,
         [LayerSum("a.b", "Linear", "", 40, 0, 1, 2, 3.5, 4, 5, None)],
+    ),
+    CollectivesReport(
+        1,
+        "h1",
+        "recorder",
+        [GroupReport("0", "default_pg", [(0, 4, 1)], 9, 8)],
+        [
+            CallReport(
+                0, 9, False, "all_reduce", [[8, 4]], ["Float"], [[8, 4]], ["Float"], False, 5, "f (t.py:6)"
+            )
+        ],
+        True,
     ),
     CallTimes(
         3,

@@ -212,8 +212,8 @@ def test_stopped_rank_goes_on_and_a_skipped_collective_does_not(launch: Callable
     named = verdict["label"], verdict["rank"], verdict["ranks"], verdict["stage"]
     assert named == ("hang", 1, [1], "sync_wait"), verdict["why"]
     barrier, backward = job.line["dist.barrier()  # of every rank but one"], job.line["loss.backward()"]
-    assert f"the other 2 wait in `barrier`, all_here (train.py:{barrier})" in verdict["why"]
-    assert f"waits in the gradient exchange, train (train.py:{backward})" in verdict["why"]
+    assert f"the other 2 call barrier at all_here (train.py:{barrier})" in verdict["why"]
+    assert f"rank 1 calls all_reduce at train (train.py:{backward})" in verdict["why"]
     assert [stack["ranks"] for stack in verdict["stacks"]] == [[1], [0, 2]]
     history = [(v["label"], v["lasted_s"] is None) for v in summary["verdicts"] if v["label"] == "hang"]
     assert history == [("hang", False), ("hang", True)]
@@ -241,40 +241,47 @@ def test_killed_rank_is_named_at_once_with_its_signal(launch: Callable[..., Laun
 
 
 RECORDER = """
-import json, os, sys, threading, time
+import json, sys, threading, time
 import torch
+import torch._inductor  # as an optimizer does
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce
-from traceml_ray.wire import messages as wire
-from traceml_ray.agent import stacks
+from traceml_ray.signals.collectives import agent
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
 dist.barrier()
-opened = wire.OpenStage(1, 0, 0)
+
+
+def wait():
+    all_reduce(torch.ones(4), "sum", [0, 1]).wait()
+
+
 if rank == 0:
     end = time.monotonic() + 20  # gloo's thread retires the barrier after it let us go
-    while "pending" in stacks.flight_recorder(opened, "h").data:
+    while not all(call.finished for call in agent.read("h").calls):
         assert time.monotonic() < end
         time.sleep(0.01)
-    waiting = threading.Thread(target=lambda: all_reduce(torch.ones(4), "sum", [0, 1]).wait())
+    waiting = threading.Thread(target=wait)
     waiting.start()
-    while (found := stacks.flight_recorder(opened, "h")).data.get("pending_ns", 0) < 0.4e9:
+    while (newest := agent.read("h").calls[-1]).finished or newest.age_ns < 0.4e9:
         assert time.monotonic() < end
         time.sleep(0.01)
-    print(json.dumps([found.data, json.loads(found.message)["entries"][0]["state"]]), flush=True)
+    group = agent.read("h").groups[newest.group]
+    print(json.dumps([newest.op, newest.where, newest.age_ns, newest.input_sizes, group.ranks]), flush=True)
     dist.distributed_c10d._get_default_store().set("seen", b"1")
     waiting.join()
 else:
     dist.distributed_c10d._get_default_store().wait(["seen"])
-    all_reduce(torch.ones(4), "sum", [0, 1]).wait()
+    wait()
 dist.barrier()
 dist.destroy_process_group()
 """
 
 
 def test_collective_without_a_mark_is_found_in_the_torch_flight_recorder(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RECORDER]
+    (tmp_path / "waits.py").write_text(RECORDER)
+    command = [sys.executable, tmp_path / "waits.py"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
@@ -289,10 +296,10 @@ def test_collective_without_a_mark_is_found_in_the_torch_flight_recorder(tmp_pat
             rank.kill()
             rank.wait(240)
     assert [rank.returncode for rank in ranks] == [0, 0]
-    data, state = json.loads(outputs[0])
-    assert (data["pending"], state) == ("all_reduce", "scheduled")
-    assert 0.4e9 < data["pending_ns"] < 30e9
-    assert data["pending_seq"] >= 1
+    op, where, age_ns, sizes, members = json.loads(outputs[0])
+    line = RECORDER.splitlines().index('    all_reduce(torch.ones(4), "sum", [0, 1]).wait()') + 1
+    assert (op, where, sizes, members) == ("all_reduce", f"wait (waits.py:{line})", [[4]], [[0, 2, 1]])
+    assert 0.4e9 < age_ns < 30e9
 
 
 def test_killed_rank_is_named_live_while_the_job_goes_on() -> None:

@@ -14,6 +14,7 @@ from snapshot import Snapshot
 from traceml_ray.document.text import WIDTH
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.settings import Settings
+from traceml_ray.signals.collectives.records import CallReport, CollectivesReport, GroupReport
 from traceml_ray.stages import DATA, FORWARD, POST_SYNC, SYNC_WAIT
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.wire import codec
@@ -65,12 +66,16 @@ class Job:
         event = wire.Event("stacks", self.clock(), message=text, data=data)
         self._report([self.ranks[rank].batch(0, events=[event])])
 
-    def says(self, rank: int, **known: Any) -> None:
-        """A rank's answer to where it is."""
+    def says(self, rank: int, *calls: CallReport, where: str = "train (train.py:60)", **known: Any) -> None:
+        """A rank's answer to where it is, with the collectives that it has called."""
         (command,) = self.commands
-        assert command.name == "where"
-        data = {"dump": command.args["id"], "where": "train (train.py:60)", "call": None, **known}
-        self._report([self.ranks[rank].batch(0, events=[wire.Event("standing", self.clock(), data=data)])])
+        asked = str(command.args["id"])
+        data = {"dump": asked, "where": where, "call": None, **known}
+        kind = "standing" if command.name == "where" else "stacks"
+        event = wire.Event(kind, self.clock(), data=data)
+        groups = [GroupReport("0", "default_pg", [(0, 3, 1)]), GroupReport("1", "pairs", [(0, 3, 1)])]
+        report = CollectivesReport(self.clock(), asked, "recorder", groups, [*calls])
+        self._report([self.ranks[rank].batch(0, events=[event], last_calls=[report])])
 
     def history(self) -> list[dict[str, Any]]:
         self.aggregator.commit()
@@ -237,21 +242,99 @@ def test_restarted_aggregator_goes_on_with_the_same_hang(tmp_path: Path, job: Jo
     assert (verdict["label"], verdict["rank"], verdict["stacks"][0]["ranks"]) == ("hang", 1, [1])
 
 
+def called(number: int, op: str = "all_reduce", age_s: float = 18, size: int = 4, **more: Any) -> CallReport:
+    """Return a call that goes on."""
+    values: dict[str, Any] = {"where": f"{op}_here (train.py:7)", "finished": False, "group": 0, **more}
+    shapes: dict[str, Any] = {"input_sizes": [[size]], "output_sizes": [[size]]}
+    types: dict[str, Any] = {"input_dtypes": ["Float"], "output_dtypes": ["Float"]}
+    age_ns = int(age_s * SECOND)
+    return CallReport(number=number, op=op, point_to_point=False, age_ns=age_ns, **shapes, **types, **values)
+
+
 def test_pending_collective_without_a_mark_is_found_by_asking_ranks(job: Job, snapshot: Snapshot) -> None:
     job.runs(8)
     where = at(FORWARD), at(FORWARD), at(FORWARD)
-    assert "hang" not in job.stands(21, *where)
+    assert "hang" not in job.stands(16, *where)
     for rank in (0, 2):
-        job.says(rank, pending="all_reduce", pending_seq=57, pending_ns=21 * SECOND)
+        job.says(rank, called(56, finished=True), called(57))
+    job.says(1, called(56, finished=True))
     assert job.aggregator.verdict is not None and job.aggregator.verdict.label == "healthy"
-    job.says(1)
+    assert job.stands(3, *where, since=19)[-1] == "hang"
     verdict = job.aggregator.verdict
     assert verdict is not None and (verdict.label, verdict.rank) == ("hang", 1)
     snapshot("verdict", verdict.why)
-    assert job.stands(1, *where, since=24) == ["hang"]
     assert [command.name for command in job.commands] == ["dump"]
     with SessionFile(job.folder / "session.sqlite") as session:
         assert "standing" not in {event.kind for event in session.events()[0]}
+
+
+def test_other_operation_is_named_before_the_first_step_too(job: Job, snapshot: Snapshot) -> None:
+    where = at(SYNC_WAIT, 0), at(SYNC_WAIT, 0), at(SYNC_WAIT, 0)
+    job.stands(17, *where)
+    job.says(0, called(1))
+    job.says(1, called(1, "all_gather"), where="gather_sizes (train.py:41)")
+    job.says(2, called(1))
+    assert job.stands(4, *where, since=20)[-1] == "hang"
+    verdict = job.aggregator.verdict
+    assert verdict is not None and (verdict.rank, verdict.last_step, verdict.confidence) == (1, None, "high")
+    snapshot("verdict", verdict.why, verdict.next)
+
+
+def test_late_rank_before_the_first_step_is_no_hang(job: Job) -> None:
+    """It may compile, or load."""
+    where = at(SYNC_WAIT, 0), at(FORWARD, 0), at(SYNC_WAIT, 0)
+    labels = []
+    for second in range(100):
+        if job.commands and second in (17, 32, 62):
+            job.says(0, called(5, age_s=second))
+            job.says(1, called(4, finished=True))
+            job.says(2, called(5, age_s=second))
+        labels += job.stands(1, *where, since=second)
+    assert not {"hang", "stalled"} & set(labels)
+
+
+def test_mismatch_that_nobody_waits_in_is_no_hang(job: Job) -> None:
+    job.runs(8)
+    where = at(FORWARD), at(FORWARD), at(FORWARD)
+    job.stands(16, *where)
+    for rank, size in ((0, 4), (1, 8), (2, 4)):
+        job.says(rank, called(1, size=size, finished=True))
+    assert "hang" not in job.stands(30, *where, since=19)
+
+
+def test_rank_that_does_not_answer_is_named_before_a_mismatch(job: Job) -> None:
+    job.runs(8)
+    job.stands(1, WAITS, WAITS, WAITS)
+    job.stands(15, WAITS, None, WAITS, since=1)
+    for rank, op in ((0, "all_reduce"), (2, "barrier")):
+        job.says(rank, called(7, op))
+    assert job.stands(8, WAITS, None, WAITS, since=18)[-1] == "hang"
+    verdict = job.aggregator.verdict
+    assert verdict is not None and verdict.rank == 1
+
+
+def test_reports_for_an_earlier_hang_are_not_used(job: Job) -> None:
+    job.runs(8)
+    job.stands(16, WAITS, WAITS, WAITS)
+    for rank, op in ((0, "all_reduce"), (1, "all_gather"), (2, "all_reduce")):
+        job.says(rank, called(7, op, age_s=16))
+    assert job.stands(3, WAITS, WAITS, WAITS, since=19)[-1] == "hang"
+    job.runs(8)
+    assert job.stands(25, WAITS, WAITS, WAITS)[-1] == "hang"
+    verdict = job.aggregator.verdict
+    assert verdict is not None and verdict.ranks == ()
+
+
+def test_ranks_that_wait_for_each_other_over_two_groups(job: Job, snapshot: Snapshot) -> None:
+    job.runs(8)
+    job.stands(16, WAITS, WAITS, WAITS)
+    job.says(0, called(2, group=1, finished=True), called(7))
+    job.says(1, called(6, finished=True), called(3, group=1, where="pairs_first (train.py:58)"))
+    job.says(2, called(2, group=1, finished=True), called(7))
+    assert job.stands(3, WAITS, WAITS, WAITS, since=19)[-1] == "hang"
+    verdict = job.aggregator.verdict
+    assert verdict is not None and verdict.ranks == (1,)
+    snapshot("verdict", verdict.why, verdict.next)
 
 
 def test_busy_ranks_are_asked_at_growing_intervals(job: Job) -> None:

@@ -21,6 +21,7 @@ from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.errors import Errors
 from traceml_ray.identity import RankIdentity
 from traceml_ray.settings import RelayPaths, Settings
+from traceml_ray.signals.collectives.records import LAST_CALLS, CollectivesReport
 from traceml_ray.signals.experts.records import EXPERTS, MAX_EXPERTS, MAX_ROUTERS, RouterTokens
 from traceml_ray.signals.experts.routers import COUNTS_AT_ONCE
 from traceml_ray.signals.memory.records import MEMORY, MemorySample
@@ -359,7 +360,7 @@ def dump(agent: RankAgent, name: str, run: str | None = None, what: str = "dump"
 
 
 def test_stack_request_is_answered_once_though_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traceml_ray.agent.stacks.flight_recorder", lambda *_: None)
+    monkeypatch.setattr("traceml_ray.signals.collectives.agent.read", lambda _: None)
     pipe = Pipe()
     agent = make(pipe)
     for asked in ("h1", "h1", "h2"):
@@ -372,19 +373,24 @@ def test_stack_request_is_answered_once_though_repeated(monkeypatch: pytest.Monk
     assert "test_rank_agent.py" in str(events[0].data["where"])
 
 
-def test_position_request_is_answered_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    pending = {"dump": "h1?0", "by": "a recorder", "pending": "all_reduce", "pending_ns": 7}
-    recorded = wire.Event("flight_recorder", 1, message="{}", data=pending)
-    monkeypatch.setattr("traceml_ray.agent.stacks.flight_recorder", lambda *_: recorded)
+def test_position_request_is_answered_in_short_with_the_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "traceml_ray.signals.collectives.agent.read",
+        lambda asked: CollectivesReport(5, asked, "recorder", [], []),
+    )
     pipe = Pipe()
     agent = make(pipe)
-    pipe.answers.append(dump(agent, "h1?0", what="where"))
-    thread = threading.Thread(target=agent.tick)
-    thread.start()
-    thread.join(30)
-    (event,) = [event for batch in pipe.batches() for event in batch.events]
-    assert (event.kind, event.message, event.data["pending"]) == ("standing", "", "all_reduce")
+    for _ in range(2):
+        pipe.answers.append(dump(agent, "h1?0", what="where"))
+        thread = threading.Thread(target=agent.tick)
+        thread.start()
+        thread.join(30)
+    (batch,) = [batch for batch in pipe.batches() if batch.events]
+    (event,) = batch.events
+    assert (event.kind, event.message) == ("standing", "")
     assert "test_rank_agent.py" in str(event.data["where"])
+    assert [report.asked for report in records_of(batch, LAST_CALLS)] == ["h1?0"], "in the same batch"
+    assert sum(len(records_of(batch, LAST_CALLS)) for batch in pipe.batches()) == 1
 
 
 def test_requests_of_another_run_or_unknown_ones_are_ignored() -> None:
@@ -402,9 +408,7 @@ def test_long_events_with_many_rows_stay_within_a_packet() -> None:
     pipe = Pipe()
     agent = make(pipe)
     push(agent, 1024)
-    agent.unsent.events += [
-        wire.Event(kind, 1, message="x" * 12_000) for kind in ("stacks", "flight_recorder")
-    ]
+    agent.unsent.events += [wire.Event(kind, 1, message="x" * 12_000) for kind in ("stacks", "note")]
     agent.tick()
     assert all(len(data) <= wire.MAX_BATCH_BYTES for data in pipe.taken)
     assert sum(len(batch.flags) for batch in pipe.batches()) == 1024

@@ -322,7 +322,7 @@ def test_sample_times_are_those_of_the_sender(tmp_path: Path) -> None:
 
 def test_long_tables_can_be_read_in_slices(tmp_path: Path) -> None:
     relay, ranks = Relay(), [Rank(0), Rank(1)]
-    kinds = ("note", "stacks", "flight_recorder")
+    kinds = ("note", "stacks")
     events = [wire.Event(kind, t, message="x") for t, kind in enumerate(kinds)]
     messages = []
     for second in range(6):

@@ -376,20 +376,28 @@ class RankAgent:
 
     def _handle_command(self, command: wire.Command) -> None:
         """Execute a command of the aggregator. Unknown commands and commands of another run are ignored."""
-        asked, run = command.args.get("id"), command.args.get("run")
+        if command.name in ("where", "dump"):
+            self._answer(command)
+            return
         if command.name == "profile" and self._is_meant(command):
             self.captures.handle_command(command)
         handler = self._handlers.get(command.name)
         if handler is not None and self._is_meant(command):
             handler.handle_command(command)
-        if command.name not in ("where", "dump") or asked in self._dumped:
-            return
-        if run is not None and (self.identity is None or run != self.identity.job_id):
+
+    def _answer(self, command: wire.Command) -> None:
+        """Report where this process is, once for each id. Records of signals about it go with the report."""
+        asked, run = command.args.get("id"), command.args.get("run")
+        if asked in self._dumped or (
+            run is not None and (self.identity is None or run != self.identity.job_id)
+        ):
             return
         self._dumped.add(asked)
-        opened = self._open_stage()
-        event = stacks.event(self.recorder.owner, opened, str(asked))
-        self.guard("flight recorder", functools.partial(self._add_pending, event, opened, command.name))
+        handler = self._handlers.get(command.name)
+        if handler is not None:
+            self.guard("command", functools.partial(handler.handle_command, command))
+            self.guard("command", functools.partial(self._collect, handler, False))
+        event = stacks.event(self.recorder.owner, self._open_stage(), str(asked))
         if command.name == "where":
             event = msgspec.structs.replace(event, kind="standing", message="")
         self.unsent.events.append(event)
@@ -400,16 +408,6 @@ class RankAgent:
         if who is None or command.args.get("run") != who.job_id or self._closing.is_set():
             return False
         return who.global_rank in rank_filter(str(command.args.get("ranks")))
-
-    def _add_pending(self, event: wire.Event, opened: wire.OpenStage, asked: str) -> None:
-        """
-        Add the collective in progress to `event`. If a dump was requested, also add what torch's flight
-        recorder has.
-        """
-        dump = stacks.flight_recorder(opened, str(event.data["dump"]))
-        if dump is not None:
-            event.data.update({name: value for name, value in dump.data.items() if name != "by"})
-            self.unsent.events.extend([dump] if asked == "dump" else [])
 
     def _open_stage(self) -> wire.OpenStage:
         opened = self.recorder.open_stage()

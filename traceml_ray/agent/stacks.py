@@ -9,15 +9,13 @@ because the disk may be what hangs.
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
@@ -76,49 +74,6 @@ def _current_frames() -> dict[int, FrameType]:
             gc.enable()
 
 
-def flight_recorder(opened: wire.OpenStage, dump_id: str) -> wire.Event | None:
-    """
-    Return the event `flight_recorder`: the collectives that torch has in progress. None if torch records
-    none.
-
-    `data` describes the oldest of them: `pending` (its name), `pending_seq` (its number in its group) and
-    `pending_ns` (its age in ns). These keys are missing if no collective is in progress.
-    """
-    if "torch.distributed" not in sys.modules:
-        return None
-    module = sys.modules.get("torch._C._distributed_c10d")
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        dump: Callable[..., bytes] | None = getattr(module, name, None)
-        if dump is None:
-            continue
-        record = json.loads(dump(True, True))  # with collectives; only active ones
-        # Of gloo's finished collectives it is only known that they are retired.
-        entries = [entry for entry in record.get("entries", ()) if not entry.get("retired")]
-        if "entries" in record:
-            data = {"dump": dump_id, "by": name, **_pending(entries, time.time_ns())}
-            text = json.dumps({**record, "entries": entries})
-            now = time.time_ns()
-            return wire.Event("flight_recorder", now, opened.step, opened.stage, _bounded(text), data)
-    return None
-
-
-def _pending(entries: list[dict[str, Any]], now_ns: int) -> dict[str, codec.Value]:
-    """
-    Return the oldest collective in progress: its name and group, its number in the group, its
-    age in ns.
-    """
-    if not entries:
-        return {}
-    oldest = min(entries, key=lambda entry: int(entry["time_created_ns"]))
-    group = (list(oldest.get("process_group", ())) or [""])[-1]
-    name = str(oldest["profiling_name"]).rpartition(":")[2]
-    return {
-        "pending": name if group in ("", "default_pg", "undefined") else f"{name} of {group}",
-        "pending_seq": int(oldest["collective_seq_id"] or oldest["p2p_seq_id"]),
-        "pending_ns": max(0, now_ns - int(oldest["time_created_ns"])),
-    }
-
-
 def place(frame: FrameType) -> tuple[str | None, str | None]:
     """
     Return (place in the user's code, function of torch.distributed) at which a stack ends. None for a part
@@ -128,10 +83,22 @@ def place(frame: FrameType) -> tuple[str | None, str | None]:
     for one in _inner_first(frame):
         code = one.f_code
         if not _is_library(code.co_filename):
-            return _bounded(f"{code.co_name} ({Path(code.co_filename).name}:{one.f_lineno})"), call
+            return _line(code.co_name, code.co_filename, one.f_lineno), call
         if _COLLECTIVES in code.co_filename and code.co_name not in _WRAPPERS:
             call = code.co_name
     return None, call
+
+
+def user_line(frames: Iterable[tuple[str, str, int]]) -> str | None:
+    """
+    Return the place in the user's code of a stack that is given as (function, file, line), the innermost call
+    first. None: there is no user code in it.
+    """
+    return next((_line(*one) for one in frames if not _is_library(one[1])), None)
+
+
+def _line(function: str, path: str, line: int) -> str:
+    return _bounded(f"{function} ({Path(path).name}:{line})")
 
 
 def _is_library(path: str) -> bool:

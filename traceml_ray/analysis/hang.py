@@ -16,6 +16,7 @@ import msgspec
 
 from traceml_ray import text
 from traceml_ray.analysis.verdict import Stack, Verdict
+from traceml_ray.signals.collectives.match import Mismatch
 from traceml_ray.stages import POST_SYNC, STAGES, SYNC_WAIT
 from traceml_ray.wire.codec import ready
 
@@ -124,6 +125,61 @@ def find(places: Sequence[RankPosition], quiet_s: float) -> Verdict | None:
         span=first.span if first else None,
         why=f"{_why(blocking, others, answering)} No step was closed for {text.age(quiet_s)}.",
         next=_next(blocking, stalled),
+        stacks=_stacks(blocking, others),
+    )
+
+
+PROVEN_S = 10.0
+"""
+Time for which ranks must have waited in a collective that cannot match before it is a hang, in s; or half of
+the time without progress, if that is less.
+"""
+
+
+def with_mismatch(
+    finding: Verdict | None, mismatch: Mismatch | None, places: Sequence[RankPosition], quiet_s: float
+) -> Verdict | None:
+    """
+    Return `finding` with what the ranks' calls of collectives prove; see `find` for the other arguments.
+
+    A mismatch that is proven is a hang wherever the ranks are, also before the first step. Other mismatches
+    say more about a hang that is known. A rank that does not answer is named first: nothing is known of its
+    last calls.
+    """
+    if mismatch is None or not mismatch.ranks or any(place.silent_s is not None for place in places):
+        return finding
+    waited_s = max(mismatch.waited_s or 0.0, *(place.waited_s for place in places), 0.0)
+    waited = waited_s >= min(PROVEN_S, WAITED * quiet_s)
+    known = finding is not None and finding.label == "hang" and mismatch.kind == "missing"
+    if not known and not (mismatch.proven and waited):
+        return finding
+    blocking = [place for place in places if place.rank in mismatch.ranks]
+    if not blocking:
+        return finding
+    number = f"Call {mismatch.seq:,} of {mismatch.desc}"
+    if finding is not None and known and finding.ranks == mismatch.ranks:
+        why = f"{finding.why} {number} is the `{mismatch.op}` that did not complete."
+        return msgspec.structs.replace(finding, why=why)
+    others = [place for place in places if place.rank not in mismatch.ranks and not place.ended]
+    step = blocking[0].step if not blocking[0].ended else min(place.step for place in others or places)
+    stage = None if blocking[0].ended else STAGES[blocking[0].stage]
+    none = "No step was closed" if step else "The first step was not closed"
+    return Verdict(
+        label="hang",
+        stage=stage,
+        stages=(stage,) if stage else (),
+        rank=blocking[0].rank,
+        ranks=mismatch.ranks,
+        node=blocking[0].node,
+        nodes=tuple(dict.fromkeys(place.node for place in blocking)),
+        confidence=mismatch.confidence,
+        from_step=step,
+        to_step=step,
+        last_step=step - 1 if step else None,
+        open_stage=stage,
+        span=blocking[0].span,
+        why=f"{mismatch.why} {none} for {text.age(quiet_s)}.",
+        next=mismatch.next,
         stacks=_stacks(blocking, others),
     )
 

@@ -1,18 +1,22 @@
-"""Finds runs in which no rank closes a row any more, and asks the ranks where they are."""
+"""
+Finds runs in which no rank closes a row any more, asks the ranks where they are, and matches the collectives
+that they report.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
-from traceml_ray.analysis.hang import RankPosition, find
+from traceml_ray.analysis.hang import RankPosition, find, with_mismatch
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import starts_of
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.settings import Settings
+from traceml_ray.signals.collectives.live import AnsweringRank, CollectiveReports
 from traceml_ray.store.rank_processes import RankProcess, generations
 from traceml_ray.store.results import EventRow
 from traceml_ray.store.writer import SessionWriter
@@ -24,6 +28,8 @@ ASK_S = 15.0
 """Time for which the ranks are asked for their stacks, in s."""
 STACKS_S = 6.0
 """Time after which the verdict uses the stacks received so far, in s."""
+ASK_AT = 0.75
+"""Share of the time after which a run may hang at which its ranks are asked: the answers take a moment."""
 _MEDIAN_OF = 50
 
 
@@ -33,10 +39,12 @@ class HangWatch:
     Watches the runs of one session. Not thread-safe, except `note`, which is called with the writer's lock.
 
     A run may hang when none of its ranks has closed a row for `hang_timeout_s` and for `hang_steps` median
-    steps. Its ranks are then asked where they are. The answers show waits that marks do not show, such as for
-    a collective on the device. Once a hang is known, the ranks are asked for all their stacks. A run that has
-    not begun cannot hang: no row is expected before every rank has closed its first row, which includes
-    compiling and loading. Arguments as for `LiveJudge`.
+    steps. Shortly before that its ranks are asked where they are. The answers show waits that marks do not
+    show, such as for a collective on the device, and which collectives each rank has called. Once a hang is
+    known, the ranks are asked for all their stacks.
+
+    Before every rank has closed its first row, which includes compiling and loading, it is not known how long
+    a step may take. Then only collectives that cannot match are a hang. Arguments as for `LiveJudge`.
     """
 
     writer: SessionWriter
@@ -51,6 +59,7 @@ class HangWatch:
         self._hangs: dict[str, _Hang] = {}
         self._answers: dict[tuple[str, int | None], EventRow] = {}
         """Events with which ranks answered commands, by (command id, rank process)."""
+        self.reports = CollectiveReports()
 
     def note(self, event: EventRow) -> None:
         """
@@ -85,44 +94,48 @@ class HangWatch:
         """
         now, hang = self.clock(), self._hangs.get(run)
         with self.writer.lock:
-            last_ns = max((process.last_rows_ns or 0 for process in ranks.values()), default=0)
+            began = all(process.stored for process in ranks.values())
+            last_ns = max((_progress_ns(process) for process in ranks.values()), default=0)
             if hang is not None and last_ns > hang.began_ns:
                 return self._over(run, hang, last_ns)
             quiet_s = (now - last_ns) / 1e9
-            if not self._expected(processes, ranks, quiet_s):
+            due_s = self._due_s(processes, ranks, began)
+            if due_s is None or quiet_s < ASK_AT * due_s:
                 return None
             ended = {rank for rank, process in ranks.items() if process.ended}
-            if hang is not None and hang.verdict is not None and ended != hang.ended:
+            if hang is None:
+                hang = self._hangs[run] = _Hang(last_ns, now, ended)
+            if hang.verdict is not None and ended != hang.ended:
                 return hang.verdict  # the run ends: ranks that exit now did not cause the hang
-            places = self._places(ranks, labels, now, hang)
+            places = self._places(ranks, labels, now, hang) if quiet_s >= due_s else None
+            asked = self._asked(ranks, hang)
         if places is None:
-            return hang.verdict if hang else None
-        finding = find(places, quiet_s)
-        if hang is None:
-            hang = self._hangs[run] = _Hang(last_ns, now, ended)
-        elif hang.verdict is None and (finding is not None or hang.doubts_again(now)):
+            return hang.verdict
+        finding = find(places, quiet_s) if began else None
+        mismatch = self.reports.mismatch(asked, hang.prefix, finding is not None and finding.label == "hang")
+        finding = with_mismatch(finding, mismatch, places, quiet_s)
+        if hang.verdict is None and (finding is not None or hang.doubts_again(now)):
             hang.found_ns, hang.ended, hang.rounds = now, ended, hang.rounds + 1
         if finding is not None and not _same(finding, hang.verdict):
             hang.verdict = msgspec.structs.replace(finding, began_ns=last_ns)
         return hang.verdict
 
-    def _expected(self, processes: list[RankProcess], ranks: dict[int, RankProcess], quiet_s: float) -> bool:
-        """Whether a row was due in the last `quiet_s` seconds."""
+    def _due_s(
+        self, processes: list[RankProcess], ranks: dict[int, RankProcess], began: bool
+    ) -> float | None:
+        """Return the time without a row after which a run may hang, in s. None: no row is expected."""
         limits = self._limits
-        if (
-            quiet_s < max(limits.hang_timeout_s, self._doubt_s)
-            or len(ranks) < 2
-            or not all(s.stored for s in ranks.values())
-        ):
-            return False
+        if len(ranks) < 2:
+            return None
         first = ranks[min(ranks)]
         if first.id not in {process.id for process in generations(processes)[-1]}:
-            return False  # the run is restarting
-        return quiet_s >= limits.hang_steps * self._median_s(first)
+            return None  # the run is restarting
+        due_s = max(limits.hang_timeout_s, self._doubt_s)
+        return max(due_s, limits.hang_steps * self._median_s(first)) if began else due_s
 
     def _over(self, run: str, hang: _Hang, last_ns: int) -> Verdict | None:
         del self._hangs[run]
-        for key in [key for key in self._answers if key[0].startswith(f"{hang.began_ns:x}")]:
+        for key in [key for key in self._answers if key[0].startswith(hang.prefix)]:
             del self._answers[key]
         if hang.verdict is None:
             return None
@@ -134,14 +147,10 @@ class HangWatch:
         return float(np.median(steps)) / 1e9
 
     def _places(
-        self, ranks: dict[int, RankProcess], labels: dict[int, str], now: int, hang: _Hang | None
+        self, ranks: dict[int, RankProcess], labels: dict[int, str], now: int, hang: _Hang
     ) -> list[RankPosition] | None:
         """Return the position of each rank. None: a rank that fell silent may still answer."""
-        answers: dict[int, EventRow] = {}
-        if hang is not None:
-            answers = {s.id: e for s in ranks.values() if (e := self._answers.get((hang.name, s.id)))}
-            if now - hang.found_ns < STACKS_S * 1e9 and len(answers) < len(ranks):
-                answers = {}
+        answers = self._answers_of(ranks, now, hang)
         places = []
         for rank, process in ranks.items():
             silent_s = (now - process.last_seen_ns) / 1e9
@@ -152,6 +161,8 @@ class HangWatch:
                 return None
             answer = answers.get(process.id)
             data = answer.data if answer else {}
+            waits_in = self.reports.pending(process.id, hang.prefix) if answer else None
+            pending, number, pending_s = waits_in or (None, None, 0.0)
             places.append(
                 RankPosition(
                     rank=rank,
@@ -167,12 +178,34 @@ class HangWatch:
                     where=data.get("where"),
                     call=data.get("call"),
                     stack=answer.message if answer else "",
-                    pending=data.get("pending"),
-                    pending_seq=data.get("pending_seq"),
-                    pending_s=(data.get("pending_ns") or 0) / 1e9,
+                    pending=pending,
+                    pending_seq=number,
+                    pending_s=pending_s,
                 )
             )
         return places
+
+    def _answers_of(self, ranks: dict[int, RankProcess], now: int, hang: _Hang) -> dict[int, EventRow]:
+        """
+        Return what the ranks answered, by rank process. While answers to the last commands are missing, these
+        are the answers to the ones before.
+        """
+        answers = {s.id: e for s in ranks.values() if (e := self._answers.get((hang.name, s.id)))}
+        if len(answers) >= len(ranks) or now - hang.found_ns >= STACKS_S * 1e9:
+            hang.answers = {**hang.answers, **answers}
+        return hang.answers
+
+    def _asked(self, ranks: dict[int, RankProcess], hang: _Hang) -> list[AnsweringRank]:
+        """Return the ranks whose collectives can be matched: they answered, or have ended."""
+        asked = []
+        for rank, process in ranks.items():
+            answer = hang.answers.get(process.id)
+            if process.ended or (answer is not None and "state" not in answer.data):
+                data = answer.data if answer is not None and not process.ended else {}
+                ending = "" if process.exit_code is None else f"exit code {process.exit_code}"
+                place = data.get("where"), data.get("call")
+                asked.append(AnsweringRank(rank, process.id, *place, process.ended, ending))
+        return asked
 
     def _unreachable(self, process: RankProcess, now: int) -> bool:
         """Whether the rank's node is silent, so that the silence of the rank itself means nothing."""
@@ -192,17 +225,29 @@ class _Hang:
     ended: set[int]
     """Ranks that had already ended at `found_ns`."""
     verdict: Verdict | None = None
+    answers: dict[int, EventRow] = field(default_factory=dict)
+    """Newest answers of the ranks, by rank process."""
     rounds: int = 0
     """Number of times that the ranks were asked again."""
 
     @property
     def name(self) -> str:
         """Id of the commands; the same after a restart of the aggregator."""
-        return f"{self.began_ns:x}" if self.verdict is not None else f"{self.began_ns:x}?{self.rounds}"
+        return self.prefix if self.verdict is not None else f"{self.prefix}?{self.rounds}"
+
+    @property
+    def prefix(self) -> str:
+        """Beginning of the ids of all its commands."""
+        return f"{self.began_ns:x}"
 
     def doubts_again(self, now: int) -> bool:
         """Whether the hang has lasted twice as long as when the ranks were last asked where they are."""
         return now - self.began_ns >= 2 * (self.found_ns - self.began_ns)
+
+
+def _progress_ns(process: RankProcess) -> int:
+    """Return when a rank process last made progress, in ns: it closed a row, or began."""
+    return process.last_rows_ns or process.first_seen_ns
 
 
 def _same(one: Verdict, other: Verdict | None) -> bool:

@@ -50,6 +50,7 @@ from traceml_ray.reports.headlines import conclude
 from traceml_ray.reports.machines import Machines, reference_rank, with_advice
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.settings import SettingError, Settings
+from traceml_ray.signals.collectives.records import CollectivesReport
 from traceml_ray.signals.live import LiveSignal, Ranks
 from traceml_ray.signals.views import findings_of, with_causes
 from traceml_ray.store.history_reader import Packer
@@ -345,6 +346,10 @@ class LiveJudge:
                 self._fatal.append(event)
         elif event.kind in ("stacks", "standing") and not asked_for_bundle(event):
             self._hang_watch.note(event)
+
+    def note_collectives(self, process: int, report: CollectivesReport) -> None:
+        """Keep what a rank process reports of its collectives. Called with the writer's lock."""
+        self._hang_watch.reports.add(process, report)
 
     def resume(self, run: str, file: SessionFile, processes: Collection[int]) -> None:
         """

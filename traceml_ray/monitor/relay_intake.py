@@ -24,6 +24,7 @@ from traceml_ray.monitor.live_steps import LiveSteps, Recent
 from traceml_ray.monitor.live_verdict import LiveJudge
 from traceml_ray.monitor.profiling import LayerRequests, Profiling
 from traceml_ray.monitor.tracker_exchange import TrackerExchange
+from traceml_ray.signals.collectives.records import LAST_CALLS
 from traceml_ray.signals.experts.records import EXPERTS
 from traceml_ray.signals.kind import Kind
 from traceml_ray.signals.kinds import KINDS
@@ -336,6 +337,7 @@ class RelayIntake:
             SIZES.name: self.recent.add_sizes,
             EXPERTS.name: self.recent.add_tokens,
             NODE.name: self.recent.add_sample,
+            LAST_CALLS.name: self.judge.note_collectives,
         }
         """Functions that receive records of a kind while the session runs, with the owner of each record."""
         self._refused: dict[str, int] = {}

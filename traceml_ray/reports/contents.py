@@ -460,7 +460,7 @@ def events_table(events: Sequence[EventInfo]) -> Table:
     """Return the table of the newest events that have a message."""
     silent = ("exit", "relay_start", "process_ended")
     worth = [event for event in events if event.message or event.kind not in silent]
-    worth = [event for event in worth if event.kind not in ("stacks", "flight_recorder")]
+    worth = [event for event in worth if event.kind != "stacks"]
     columns = [
         Column("time", lambda event: event.time, "clock"),
         Column("kind", lambda event: event.kind),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from traceml_ray.signals.check.agent import CheckReport
+from traceml_ray.signals.collectives.agent import CollectivesReader
 from traceml_ray.signals.collectives.timed import CollectiveCalls
 from traceml_ray.signals.collector import Collector, Rank
 from traceml_ray.signals.experts.agent import RouterCollector
@@ -28,5 +29,6 @@ COLLECTORS: dict[str, Callable[[Rank], Collector]] = {
     "collectives": CollectiveCalls.of_rank,
     "goodput": LifeReport.of_rank,
     "check": CheckReport.of_rank,
+    "last collectives": CollectivesReader,
 }
 """Collectors by the name under which their failures are counted, in the order in which they run."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from traceml_ray.signals.collectives.records import CALLS
+from traceml_ray.signals.collectives.records import CALLS, LAST_CALLS
 from traceml_ray.signals.experts.records import EXPERTS
 from traceml_ray.signals.goodput.records import LIFE, LIFECYCLE
 from traceml_ray.signals.kind import Kind
@@ -22,7 +22,10 @@ from traceml_ray.wire.codec import Part, encode_part
 
 KINDS: dict[str, Kind[Any]] = {
     kind.name: kind
-    for kind in (MEMORY, WORK, SIZES, OUTPUT, LAYERS, EXPERTS, SHARDING, LOGGED, CALLS, LIFECYCLE, LIFE, NODE)
+    for kind in (
+        *(LAST_CALLS, MEMORY, WORK, SIZES, OUTPUT, LAYERS, EXPERTS, SHARDING, LOGGED),
+        *(CALLS, LIFECYCLE, LIFE, NODE),
+    )
 }
 """Kinds of records by name, in the order in which they get space in a batch."""
 OF_RECORD: dict[type[Part], Kind[Any]] = {kind.record: kind for kind in KINDS.values()}

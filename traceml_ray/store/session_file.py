@@ -355,12 +355,12 @@ class SessionFile(SampleReader, StepReader, RecordReader, WorkReader):
     ) -> tuple[list[EventRow], int]:
         """
         Return the newest `most` events (None: all) of the run and of nodes, the oldest first, and the new
-        cursor. `brief` leaves out events whose message is a file (stacks, flight recorders).
+        cursor. `brief` leaves out events whose message is a file (stacks).
         """
         top = self._top("event")
         if top <= since:
             return [], since
-        which = "AND t.kind NOT IN ('stacks', 'flight_recorder')" if brief else ""
+        which = "AND t.kind != 'stacks'" if brief else ""
         query = (
             f"SELECT {_EVENT} FROM event t LEFT JOIN rank_process s ON s.id = t.process "
             f"WHERE t.id > ?1 AND t.id <= ?2 AND coalesce(t.run, s.job_id, ?3) IS ?3 {which} "

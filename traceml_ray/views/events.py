@@ -86,7 +86,7 @@ def _known(event: VerdictChange | DeathInfo | EventRow, *names: str) -> dict[str
 
 _AT_ONCE_S = 10.0
 """Events this close (s) to the beginning of an episode may be related to it."""
-_NO_CHANGES = {"exit", "process_ended", "attach", "stacks", "flight_recorder", "standing", "swallowed"}
+_NO_CHANGES = {"exit", "process_ended", "attach", "stacks", "standing", "swallowed"}
 """Kinds of events that are never considered related to an episode."""
 _AROUND_STEPS = 2
 """A checkpoint at most this many steps from the beginning of an episode is mentioned with it."""

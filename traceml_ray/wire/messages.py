@@ -277,7 +277,7 @@ class Event(Part, frozen=True):
     Something that happened once, for a person to read.
 
     `kind` is one of `attach`, `exception`, `exit`, `rank_lost`, `process_ended`, `stacks`,
-    `standing`, `flight_recorder`, `relay_start`, `xid`, `oom`, `bundle_request`, `profile`, `note`, …
+    `standing`, `relay_start`, `xid`, `oom`, `bundle_request`, `profile`, `note`, …
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""What a rank process knows of the calls of its collectives."""
+"""What a rank process knows of the calls of its collectives: their times, and the last ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from traceml_ray.signals.kind import Kind
-from traceml_ray.wire.codec import Count, Int64, Part
+from traceml_ray.wire.codec import FEW, Count, Int64, Part
 
 MAX_SUMS = 32
 """Largest number of records per rank process and source."""
@@ -84,4 +84,89 @@ CALLS = Kind(
     exported="collectives",
     keep=MAX_SUMS * len(SOURCES),
     slot=_slot,
+)
+
+
+MAX_GROUPS, MAX_CALLS = 64, 256
+"""Largest number of process groups, and of calls, in one report."""
+MAX_TENSORS = 8
+"""Largest number of tensors of a call whose sizes are reported."""
+AT_END = "end"
+"""`asked` of a report that a rank makes when it ends by an exception."""
+
+Sizes = Annotated[list[Annotated[list[Count], FEW]], FEW]
+Dtypes = Annotated[list[str], FEW]
+
+
+class GroupReport(Part, frozen=True):
+    """A process group of a rank."""
+
+    name: str
+    """torch's name of the group."""
+    description: str
+    ranks: Annotated[list[tuple[Count, Count, Count]], FEW] | None
+    """Its global ranks as (first, number of ranks, distance). None: not known."""
+    enqueued: Count | None = None
+    """Number of the last collective that the rank has called in the group. None: not known."""
+    completed: Count | None = None
+    """Number of the last collective that was completed. None: not known."""
+
+
+class CallReport(Part, frozen=True):
+    """One call of a collective, or of a point-to-point operation."""
+
+    group: Count
+    """Index of its group in `CollectivesReport.groups`."""
+    number: Count
+    """Number of the call in its group, from 1. Point-to-point operations are counted separately."""
+    point_to_point: bool
+    op: str
+    """Name of the operation, such as `all_reduce`."""
+    input_sizes: Sizes
+    """Shape of each input tensor, of the first `MAX_TENSORS`."""
+    input_dtypes: Dtypes
+    output_sizes: Sizes
+    output_dtypes: Dtypes
+    finished: bool
+    age_ns: Count
+    """Time between the call and the report, in ns."""
+    where: str | None
+    """The line of the user's code that made the call, as `function (file.py:12)`. None: not known."""
+
+
+class CollectivesReport(Part, frozen=True):
+    """
+    The newest collectives of a rank process, by group.
+
+    Of each group these calls are reported: the last finished ones, the first that are not finished, and the
+    newest.
+    """
+
+    t_ns: Int64
+    asked: str
+    """Id of the command that asked for the report, or `AT_END`."""
+    source: Literal["recorder", "marks"]
+    """`recorder`: torch's flight recorder. `marks`: marks of this monitor, only of calls by user code."""
+    groups: Annotated[list[GroupReport], msgspec.Meta(max_length=MAX_GROUPS)]
+    calls: Annotated[list[CallReport], msgspec.Meta(max_length=MAX_CALLS)]
+    """In the order in which the rank made them."""
+    whole: bool = False
+    """Whether the process has made no call in a group of which there is none in `calls`."""
+
+
+def _check_groups(report: CollectivesReport) -> None:
+    if any(call.group >= len(report.groups) for call in report.calls):
+        raise ValueError("a call is in no group")
+
+
+LAST_CALLS = Kind(
+    "last_calls",
+    CollectivesReport,
+    "reports of last collectives",
+    table="last_calls",
+    exported="last_calls",
+    keep=1,
+    node_times=("t_ns",),
+    bundle="all",
+    check=_check_groups,
 )

@@ -1,0 +1,136 @@
+"""
+A job of four gloo ranks in which one call of a collective goes wrong.
+
+    python collective_faults.py FAULT STEP
+
+From step STEP on (0: before the first step) the fault FAULT happens. In a line that ends with `#!` and a
+name a rank is while the job hangs.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+fault, fault_step = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+first, second = (dist.new_group(list(range(4))) for _ in range(2))
+halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+half = halves[rank // 2]
+value = torch.ones(4)
+
+
+class UnreadableError(Exception):
+    """A batch that rank 1 cannot read."""
+
+
+def average(tensor: torch.Tensor) -> None:
+    dist.all_reduce(tensor)  #! others
+
+
+def read_batch() -> None:
+    time.sleep(10_000)  #! missing
+
+
+def gather_sizes() -> None:
+    dist.all_gather([torch.ones(4) for _ in range(4)], torch.ones(4))  #! other_op
+
+
+def average_longer() -> None:
+    dist.all_reduce(torch.ones(8))  #! other_shape
+
+
+def average_integers() -> None:
+    dist.all_reduce(torch.ones(4, dtype=torch.int64))  #! other_dtype
+
+
+def both_groups() -> None:
+    dist.all_reduce(value, group=first)  #! order_first
+    dist.all_reduce(value, group=second)
+
+
+def both_groups_reversed() -> None:
+    dist.all_reduce(value, group=second)  #! other_order
+    dist.all_reduce(value, group=first)
+
+
+def validate(step: int) -> None:
+    try:
+        if rank == 1 and fault == "exception":
+            raise UnreadableError(step)
+        average(value)
+    except UnreadableError:
+        pass
+    report()
+
+
+def report() -> None:
+    dist.all_gather([torch.ones(2) for _ in range(4)], torch.ones(2))  #! exception
+
+
+def save() -> None:
+    if rank == 0:
+        dist.barrier()  #! rank_0_barrier
+
+
+def average_half() -> None:
+    if rank == 3:
+        write_log()
+    dist.all_reduce(value, group=half)  #! half
+
+
+def write_log() -> None:
+    time.sleep(10_000)  #! sub_group
+
+
+def finish() -> None:
+    dist.broadcast(value, 0)  #! one_behind
+
+
+def fail(step: int) -> None:
+    """Have the fault."""
+    if fault == "missing":
+        read_batch() if rank == 2 else average(value)
+    elif fault == "other_op":
+        gather_sizes() if rank == 1 else average(value)
+    elif fault == "other_shape":
+        average_longer() if rank == 2 else average(value)
+    elif fault == "other_dtype":
+        average_integers() if rank == 1 else average(value)
+    elif fault == "other_order":
+        both_groups_reversed() if rank == 3 else both_groups()
+    elif fault == "early_exit":
+        sys.exit(0) if rank == 3 else average(value)
+    elif fault == "exception":
+        validate(step)
+    elif fault == "rank_0_barrier":
+        save()
+        average(value)
+    elif fault == "sub_group":
+        average_half()
+        dist.barrier()
+    elif fault == "one_behind":
+        for batch in range(4):
+            if rank == 2 and batch == 1:
+                continue
+            average(value)
+        finish()
+
+
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+if fault_step == 0:
+    fail(0)
+for step in range(1, 100_000):
+    time.sleep(0.02)
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    average(value)
+    if step == fault_step:
+        fail(step)

@@ -1,0 +1,67 @@
+"""What ranks have reported about their collectives, as it is matched."""
+
+from __future__ import annotations
+
+from traceml_ray.signals.collectives.calls import CollectiveCall, ProcessGroup, RankCollectives, Sizes
+from traceml_ray.signals.collectives.records import CallReport, CollectivesReport, GroupReport
+
+
+def collectives_of(
+    report: CollectivesReport | None,
+    rank: int,
+    *,
+    where: str | None = None,
+    call: str | None = None,
+    ended: bool = False,
+    ending: str = "",
+) -> RankCollectives:
+    """
+    Return the collectives of one rank.
+
+    Args:
+        report: its newest report. None: it has sent none.
+        rank: its global rank.
+        where: where in the user's code it is now.
+        call: function of torch.distributed that it waits in now.
+        ended: whether its process has ended.
+        ending: how it ended, for a person.
+    """
+    return RankCollectives(
+        rank=rank,
+        calls=[_call(one, report) for one in report.calls] if report else (),
+        groups=[_group(one) for one in report.groups] if report else (),
+        whole=report is not None and report.whole,
+        where=where,
+        call=call,
+        ended=ended,
+        ending=ending,
+        taken_ns=report.t_ns if report else None,
+    )
+
+
+def _group(group: GroupReport) -> ProcessGroup:
+    ranks = group.ranks
+    if ranks is None:
+        return ProcessGroup(group.name, group.description)
+    members = (first + i * distance for first, count, distance in ranks for i in range(count))
+    return ProcessGroup(group.name, group.description, tuple(sorted(members)))
+
+
+def _call(call: CallReport, report: CollectivesReport) -> CollectiveCall:
+    return CollectiveCall(
+        group=report.groups[call.group].name,
+        seq=call.number,
+        op=call.op,
+        in_sizes=_sizes(call.input_sizes),
+        in_dtypes=tuple(call.input_dtypes),
+        out_sizes=_sizes(call.output_sizes),
+        out_dtypes=tuple(call.output_dtypes),
+        p2p=call.point_to_point,
+        done=call.finished,
+        created_ns=report.t_ns - call.age_ns,
+        where=call.where,
+    )
+
+
+def _sizes(sizes: list[list[int]]) -> Sizes:
+    return tuple(map(tuple, sizes))
