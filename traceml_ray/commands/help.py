@@ -12,8 +12,8 @@ STARTING = (
 )
 EXIT_CODES = (
     "Exit codes: 0 done; 1 failed; 2 bad input (with one line on stderr; analyze: also if only some of the "
-    "files can be used); 3 a finding you asked for exists (analyze --fail-on, compare --fail-on-regression). "
-    "`run` exits with the command's own code."
+    "files can be used); 3 a finding you asked for exists (analyze --fail-on, compare --fail-on-regression, "
+    "collectives). `run` exits with the command's own code."
 )
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "run": (
@@ -39,6 +39,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "analyze": (
         "traceml-ray analyze lr3",
         "traceml-ray analyze rank*.json --fail-on critical",
+    ),
+    "collectives": (
+        "traceml-ray collectives /tmp/nccl_trace_rank_*",
+        "traceml-ray collectives dumps --hang --json | jq .mismatch",
     ),
     "compare": (
         "traceml-ray compare before after",

@@ -27,6 +27,8 @@ class ProcessGroup(msgspec.Struct, frozen=True):
     """Description by which people know it, such as `default_pg` or `mesh_tp`; empty: none."""
     ranks: tuple[int, ...] | None = None
     """Global ranks of the members. None: not known (torch does not record them for gloo)."""
+    timeout_s: float | None = None
+    """Time after which torch gives a collective up (s). None: not known."""
 
 
 class CollectiveCall(msgspec.Struct, frozen=True):
@@ -281,8 +283,15 @@ class CallTable:
         if known is not None and known.ranks and group.ranks and known.ranks != group.ranks:
             key = f"{group.name} {','.join(map(str, group.ranks))}"
             known = self.known.get(key)
-        ranks = (known.ranks if known else None) or group.ranks or None
-        self.known[key] = ProcessGroup(group.name, (known.desc if known else "") or group.desc, ranks)
+        if known is None:
+            self.known[key] = group
+        elif known != group:
+            self.known[key] = ProcessGroup(
+                group.name,
+                known.desc or group.desc,
+                known.ranks or group.ranks,
+                known.timeout_s or group.timeout_s,
+            )
         return key
 
     def _append(self, by_rank: dict[int, CallsInGroup], rank: int, order: int, call: CollectiveCall) -> None:
@@ -311,11 +320,12 @@ class CallTable:
 
     def members(self, group: str) -> Sequence[int]:
         """Return the ranks of a group. Of unknown ones: all for the default group, else its callers."""
-        known = self.known[group]
-        if known.ranks:
-            return known.ranks
-        callers = self.groups[group]
-        return sorted({*callers, *self.ranks} if known.desc in _WORLD else callers)
+        ranks, callers = self.known[group].ranks, self.groups[group]
+        return ranks or sorted({*callers, *self.ranks} if self.is_world(group) else callers)
+
+    def is_world(self, group: str) -> bool:
+        """Return whether a group has all ranks of the job, although no rank reported which."""
+        return self.known[group].ranks is None and self.known[group].desc in _WORLD
 
     def text_of(self, group: str) -> str:
         """Return the name of a group for a person: `group mesh_tp`."""

@@ -9,15 +9,34 @@ only a mismatch in a job that hangs: elsewhere it may be busy and come later (`l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from traceml_ray import text
 from traceml_ray.signals.collectives.calls import CallsInGroup, CallTable, RankCollectives, table_of
+from traceml_ray.signals.collectives.differences import (
+    CallShift,
+    DifferingCall,
+    first_difference,
+    shift,
+    sides,
+)
+from traceml_ray.signals.collectives.waiting import Wait, deadlocked, shortest_circle, waited_s, waits
 
-Kind = Literal["operation", "size", "dtype", "order", "circle", "missing", "late", "no_answer", "all_wait"]
+Kind = Literal[
+    "operation",
+    "size",
+    "dtype",
+    "order",
+    "circle",
+    "missing",
+    "behind",
+    "late",
+    "no_answer",
+    "all_wait",
+]
 PROVEN: frozenset[Kind] = frozenset({"operation", "size", "dtype", "order", "circle"})
 """Kinds that the calls alone prove, also before the first step. A rank that has ended proves `missing`."""
 STATED: frozenset[Kind] = frozenset({"late", "all_wait"})
@@ -31,8 +50,9 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
     """
     What does not match. `operation`, `size`, `dtype`: ranks call something else under the same number.
     `order`: ranks call the collectives of two groups in a different order. `circle`: ranks wait for each
-    other over several groups. `missing`: ranks did not join and will not. `late`: they have not joined yet.
-    `no_answer`: nothing is known of them. `all_wait`: all have joined, and it does not complete.
+    other over several groups. `missing`: ranks did not join. `behind`: they skipped a call, or made one more.
+    `late`: they have not joined yet. `no_answer`: nothing is known of them. `all_wait`: all have joined, and
+    it does not complete.
     """
     group: str
     """Name of the process group in torch."""
@@ -64,96 +84,56 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def match(
-    ranks: Iterable[RankCollectives], *, hang: bool = False, world: int | None = None
+    ranks: Iterable[RankCollectives], *, hang: bool | None = False, world: int | None = None
 ) -> Mismatch | None:
     """
     Return the first mismatch among the calls of `ranks`. None: there is none.
 
     Args:
         ranks: what each rank has called; only one element is held at a time.
-        hang: whether the job is known to make no progress. Else a rank that has not joined is `late`.
+        hang: whether the job makes no progress: else a rank that has not joined is `late`. None: it makes
+            none if a rank has waited for as long as its group's time-out.
         world: number of ranks of the job, if some may have reported nothing.
     """
     return match_table(table_of(ranks), hang=hang, world=world)
 
 
-def match_table(table: CallTable, *, hang: bool = False, world: int | None = None) -> Mismatch | None:
-    """As `match`, for calls that are in a table already."""
-    return _first_difference(table) or _circle(table) or _absent(table, hang, world)
+def match_table(table: CallTable, *, hang: bool | None = False, world: int | None = None) -> Mismatch | None:
+    """Return the first mismatch among calls that are in a table already, as `match` does."""
+    difference = first_difference(table)
+    if difference is not None:
+        return _as_difference(table, difference)
+    all_waits = waits(table)
+    inside = deadlocked(all_waits)
+    if inside:
+        return _as_circle(table, inside)
+    hang = timed_out(table, all_waits) if hang is None else hang
+    return _absent(table, all_waits, hang, world)
+
+
+GIVEN_UP_S = 600.0
+"""Time-out of a group whose own is not known: torch's default for NCCL (s)."""
+
+
+def timed_out(table: CallTable, all_waits: Sequence[Wait]) -> bool:
+    """Return whether a rank has waited for as long as torch lets it: the job hangs."""
+    for wait in all_waits:
+        waited = waited_s(table, wait.group, wait.seq, [wait.rank])
+        if waited is not None and waited >= (table.known[wait.group].timeout_s or GIVEN_UP_S):
+            return True
+    return False
 
 
 # Different calls under the same number
 
 
-class _Side(NamedTuple):
-    """Ranks that call the same under one number."""
-
-    ranks: tuple[int, ...]
-    calls: CallsInGroup
-    """Those of the first rank."""
-    position: int
-    """Of the call among `calls`."""
-
-
-def _first_difference(table: CallTable) -> Mismatch | None:
-    """Return the earliest call that differs between the ranks of its group."""
-    differences = [one for group in table.groups if (one := _difference_in(table, group)) is not None]
-    return _as_difference(table, *min(differences, key=lambda one: one[2])) if differences else None
-
-
-def _difference_in(table: CallTable, group: str) -> tuple[str, int, int] | None:
-    """Return (group, number, when it was called) of the first call that differs in a group."""
-    by_rank = table.groups[group]
-    classes: dict[int, int] = {}
-    different: int | None = None
-    for rank in _judged(table, group):
-        calls = by_rank[rank]
-        for index, seq in enumerate(calls.seqs):
-            if different is not None and seq >= different:
-                break
-            if classes.setdefault(seq, calls.classes[index]) != calls.classes[index]:
-                different = seq
-                break
-    if different is None:
-        return None
-    times = [
-        calls.created_ns[position]
-        for calls in by_rank.values()
-        if (position := calls.index(different)) is not None and calls.created_ns[position]
-    ]
-    return group, different, min(times, default=0)
-
-
-def _judged(table: CallTable, group: str) -> list[int]:
-    """Return the ranks whose calls in a group can be compared."""
-    by_rank, known = table.groups[group], table.known[group]
-    # Without their ranks, groups that were split under one name cannot be told apart.
-    if known.ranks is None and ":split:" in known.desc:
-        return []
-    return sorted(rank for rank in by_rank if known.ranks is None or rank in known.ranks)
-
-
-def _sides(table: CallTable, group: str, seq: int) -> list[_Side]:
-    """Return the ranks that called `seq` by what they call, the fewest ranks first."""
-    by_class: dict[int, list[int]] = {}
-    by_rank = table.groups[group]
-    for rank in _judged(table, group):
-        position = by_rank[rank].index(seq)
-        if position is not None:
-            by_class.setdefault(by_rank[rank].classes[position], []).append(rank)
-    sides = []
-    for ranks in by_class.values():
-        calls = by_rank[ranks[0]]
-        sides.append(_Side(tuple(ranks), calls, calls.index(seq) or 0))
-    return sorted(sides, key=lambda side: (len(side.ranks), -side.ranks[0]))
-
-
-def _as_difference(table: CallTable, group: str, seq: int, _: int) -> Mismatch:
-    *few, most = _sides(table, group, seq)
+def _as_difference(table: CallTable, difference: DifferingCall) -> Mismatch:
+    group, seq, _ = difference
+    *few, most = sides(table, group, seq)
     tie = len(few) == 1 and len(few[0].ranks) == len(most.ranks)
-    if tie and _is_new(most) and not _is_new(few[0]):
+    if tie and most.is_new and not few[0].is_new:
         few, most = [most], few[0]
-    sure = not tie or _is_new(few[0]) != _is_new(most)
+    sure = not tie or few[0].is_new != most.is_new
     first = few[-1]
     signature, usual = (
         table.signature(first.calls, first.position),
@@ -161,21 +141,21 @@ def _as_difference(table: CallTable, group: str, seq: int, _: int) -> Mismatch:
     )
     kind = signature.differs(usual)
     named = tuple(sorted(rank for side in few for rank in side.ranks))
-    full = kind != "operation"
-    what, others = (one.text() if full else one.op for one in (signature, usual))
+    what, others = (one.op if kind == "operation" else one.text() for one in (signature, usual))
     where, others_where = table.place(first.calls, first.position), table.place(most.calls, most.position)
-    who, plural = text.ranks(named), len(named) > 1
-    rest = "the other one calls" if len(most.ranks) == 1 else f"{_others(most.ranks)} call"
     why = (
-        f"Call {seq:,} of {table.text_of(group)} differs: {who} {'call' if plural else 'calls'} "
-        f"{_in(what, where)}; {rest} {_in(others, others_where)}."
+        f"Call {seq:,} of {table.text_of(group)} differs: {text.ranks(named)} {_verb(named, 'call')} "
+        f"{_in(what, where)}; {_others(most.ranks)} {_verb(most.ranks, 'call')} {_in(others, others_where)}."
     )
     if not sure:
         why += " Which of the two is wrong is not known."
+    shifted = shift(first.calls, most.calls)
+    if shifted is not None and shifted.seq < seq:
+        why += f" {_shifted(table, named, first.calls, most.calls, shifted)}"
     return Mismatch(
         kind=kind, group=table.known[group].name, desc=table.text_of(group), seq=seq, op=usual.op,
         ranks=named, instead=what, where=where, others=most.ranks, others_where=others_where,
-        waited_s=_waited_s(table, group, seq, most.ranks), proven=True,
+        waited_s=waited_s(table, group, seq, most.ranks), proven=True,
         confidence="high" if sure else "medium", why=why, next=_NEXT[kind],
     )  # fmt: skip
 
@@ -188,199 +168,156 @@ _NEXT = {
 }
 
 
-def _is_new(side: _Side) -> bool:
-    """Whether the first rank of a side had never made this call after the call before it."""
-    calls, index = side.calls, side.position
-    if index == 0:
-        return False
-    pair = calls.places[index - 1], calls.places[index], calls.classes[index]
-    return not any((calls.places[i - 1], calls.places[i], calls.classes[i]) == pair for i in range(1, index))
+def _shifted(
+    table: CallTable, ranks: Sequence[int], calls: CallsInGroup, usual: CallsInGroup, shifted: CallShift
+) -> str:
+    """Return the sentence on calls that a rank skipped, or made more."""
+    source = usual if shifted.skipped > 0 else calls
+    position = source.index(shifted.seq) or 0
+    call = _in(table.signature(source, position).op, table.place(source, position))
+    number = abs(shifted.skipped)
+    what = f"call {shifted.seq:,}" if number == 1 else f"{number} calls, from number {shifted.seq:,} on"
+    who = text.ranks(ranks)
+    who = who[0].upper() + who[1:]
+    if shifted.skipped > 0:
+        return f"{who} skipped {what}: {call}."
+    return f"{who} made {what} more than the others: {call}."
 
 
-# Ranks that wait
+# Ranks that wait for each other
 
 
-class _Wait(NamedTuple):
-    """A call that a rank waits in, and the members of its group that have not made it."""
-
-    rank: int
-    group: str
-    seq: int
-    position: int
-    """Of the call among those of the rank in the group."""
-    absent: tuple[int, ...]
-
-
-def _waits(table: CallTable) -> Iterator[_Wait]:
-    for group in table.groups:
-        judged = _judged(table, group)
-        members = table.members(group) if judged else ()
-        absent: dict[int, tuple[int, ...]] = {}
-        for rank in judged:
-            calls = table.groups[group][rank]
-            index = calls.pending()
-            if index is None:
-                continue
-            seq = calls.seqs[index]
-            if seq not in absent:
-                absent[seq] = tuple(one for one in members if _lacks(table, group, one, seq))
-            yield _Wait(rank, group, seq, index, absent[seq])
-
-
-def _lacks(table: CallTable, group: str, rank: int, seq: int) -> bool:
-    """Whether a rank is known not to have called `seq`, or nothing is known of it."""
-    report, calls = table.ranks.get(rank), table.groups[group].get(rank)
-    if report is None:
-        return True
-    if calls is None or not calls.seqs:
-        return report.whole or report.ended
-    return calls.newest < seq
-
-
-def _circle(table: CallTable) -> Mismatch | None:
-    """
-    Return ranks that wait for each other, each in a call that the next one has not made.
-
-    Each of them made its own call before the one that the rank before it waits in. So the orders contradict
-    each other, also if the ranks were looked at one after the other.
-    """
-    edges: dict[int, list[tuple[int, _Wait]]] = {}
-    for wait in _waits(table):
-        for absent in wait.absent:
-            if absent in table.ranks:
-                edges.setdefault(wait.rank, []).append((absent, wait))
-    path = _cycle(edges)
-    return _as_circle(table, path) if path else None
-
-
-def _cycle(edges: dict[int, list[tuple[int, _Wait]]]) -> list[_Wait]:
-    """Return the waits of a shortest circle. Empty: there is none."""
-    inside = set(edges)
-    while True:  # only ranks that wait for ranks that wait are in a circle
-        rest = {rank for rank in inside if any(target in inside for target, _ in edges[rank])}
-        if rest == inside:
-            break
-        inside = rest
-    best: list[_Wait] = []
-    for start in sorted(inside)[:64]:
-        came: dict[int, tuple[int, _Wait]] = {}
-        layer = [start]
-        while layer and start not in came:
-            following = []
-            for rank in layer:
-                for target, wait in edges[rank]:
-                    if target in inside and target not in came:
-                        came[target] = rank, wait
-                        following.append(target)
-            layer = following
-        if start in came:
-            path, rank = list[_Wait](), start
-            while not path or rank != start:
-                rank, wait = came[rank]
-                path.append(wait)
-            if not best or len(path) < len(best):
-                best = path[::-1]
-    return best
-
-
-def _as_circle(table: CallTable, path: list[_Wait]) -> Mismatch:
+def _as_circle(table: CallTable, inside: dict[int, list[Wait]]) -> Mismatch:
+    path = shortest_circle(inside)
+    waiting: dict[str, list[int]] = {}
+    for rank, held in sorted(inside.items()):
+        waiting.setdefault(held[0].group, []).append(rank)
     groups = list(dict.fromkeys(wait.group for wait in path))
-    kind: Kind = "order" if len(groups) == 2 else "circle"
-    parts = []
-    for wait in path[:8]:
-        calls = table.groups[wait.group][wait.rank]
-        call = _in(table.signature(calls, wait.position).op, table.place(calls, wait.position))
-        parts.append(f"rank {wait.rank} waits in {call} of {table.text_of(wait.group)}")
-    ranks = tuple(sorted({wait.rank for wait in path}))
-    # The minority among all ranks that wait in these calls is named.
-    waiting: dict[str, list[int]] = {group: [] for group in groups}
-    for wait in _waits(table):
-        if wait.group in waiting and wait.absent:
-            waiting[wait.group].append(wait.rank)
-    by_size = sorted(groups, key=lambda group: len(waiting[group]))
-    sure = len(groups) == 2 and len(waiting[by_size[0]]) < len(waiting[by_size[1]])
-    named = tuple(sorted(set(waiting[by_size[0]]) - set(waiting[by_size[-1]]))) if sure else ranks
+    two = len(groups) == 2 and len(waiting) == 2
+    few, most = sorted(waiting, key=lambda group: len(waiting[group]))[:: max(1, len(waiting) - 1)][:2]
+    sure = two and len(waiting[few]) < len(waiting[most])
+    named = tuple(sorted(waiting[few] if sure else {wait.rank for wait in path}))
     first = next(wait for wait in path if wait.rank in named)
-    other = next(wait for wait in path if wait.group != first.group)
+    other = next((wait for wait in path if wait.group != first.group), path[-1])
     calls, other_calls = table.groups[first.group][first.rank], table.groups[other.group][other.rank]
-    rest = tuple(sorted(set(waiting[other.group]) - set(named)))
-    order = "in a different order" if kind == "order" else "in orders that contradict each other"
+    rest = tuple(
+        rank for rank in sorted(inside) if rank not in named and rank in waiting.get(other.group, ())
+    )
+    order = "in a different order" if two else "in orders that contradict each other"
+    parts = [
+        f"rank {wait.rank} waits in {_call(table, wait)} of {table.text_of(wait.group)}" for wait in path
+    ]
     return Mismatch(
-        kind=kind, group=table.known[other.group].name, desc=table.text_of(other.group), seq=other.seq,
-        op=table.signature(other_calls, other.position).op, ranks=named,
+        kind="order" if two else "circle", group=table.known[other.group].name,
+        desc=table.text_of(other.group), seq=other.seq, op=table.signature(other_calls, other.position).op,
+        ranks=named,
         instead=f"{table.signature(calls, first.position).op} of {table.text_of(first.group)}",
         where=table.place(calls, first.position), others=rest,
         others_where=table.place(other_calls, other.position),
-        waited_s=_waited_s(table, other.group, other.seq, [other.rank]), proven=True,
+        waited_s=waited_s(table, other.group, other.seq, [other.rank]), proven=True,
         confidence="high" if sure else "medium",
         why=f"Ranks call the collectives of {text.listed([table.text_of(one) for one in groups])} {order}, "
-        f"and wait for each other: {'; '.join(parts)}.",
-        next="Call the collectives of both groups in the same order on all ranks.",
+        f"and wait for each other: {'; '.join(parts[:8])}.",
+        next="Call the collectives of all groups in the same order on all ranks.",
     )  # fmt: skip
 
 
-def _absent(table: CallTable, hang: bool, world: int | None) -> Mismatch | None:
+# Ranks that others wait for
+
+
+class _Absent(NamedTuple):
+    """A call that ranks wait in, and the ranks that they wait for."""
+
+    wait: Wait
+    ranks: tuple[int, ...]
+
+
+def _absent(table: CallTable, all_waits: Sequence[Wait], hang: bool, world: int | None) -> Mismatch | None:
     """Return the ranks that the others wait for, and that wait for no other rank themselves."""
-    waits = list(_waits(table))
-    missing = _unknown_ranks(table, world)
-    held = {wait.rank for wait in waits if wait.absent}
-    candidates = list[tuple[tuple[int, int], _Wait, tuple[int, ...]]]()
-    for wait in waits:
-        ranks = tuple(
-            rank for rank in {*wait.absent, *_unreported(table, wait.group, missing)} if rank not in held
-        )
-        if ranks:
-            calls = table.groups[wait.group][wait.rank]
-            candidates.append(((calls.created_ns[wait.position], wait.rank), wait, tuple(sorted(ranks))))
+    missing = tuple(rank for rank in range(world or 0) if rank not in table.ranks)
+    held = {wait.rank for wait in all_waits if wait.absent or wait.perhaps}
+    candidates = list[_Absent]()
+    for wait in all_waits:
+        absent = {*wait.absent, *(missing if table.is_world(wait.group) else ())}
+        if ranks := tuple(sorted(rank for rank in absent if rank not in held)):
+            candidates.append(_Absent(wait, ranks))
     if candidates:
-        _, wait, ranks = min(candidates, key=lambda one: one[0])
-        return _as_absent(table, wait, ranks, hang)
-    together = [wait for wait in waits if not wait.absent]
-    return _as_all_wait(table, together) if together and hang else None
+        return _as_absent(table, min(candidates, key=lambda one: _began(table, one.wait)), hang)
+    alone = [wait for wait in all_waits if wait.perhaps]
+    together = [wait for wait in all_waits if not wait.absent and not wait.perhaps]
+    ended = [wait for wait in together if table.ranks[wait.rank].ended]
+    if alone and hang:
+        return _as_alone(table, min(alone, key=lambda one: _began(table, one)))
+    if together and (hang or (ended and len(ended) < len(together))):
+        return _as_all_wait(table, together)
+    return None
 
 
-def _unknown_ranks(table: CallTable, world: int | None) -> tuple[int, ...]:
-    """Return the ranks of the job that reported nothing."""
-    return tuple(rank for rank in range(world or 0) if rank not in table.ranks)
+def _began(table: CallTable, wait: Wait) -> tuple[int, int]:
+    return table.groups[wait.group][wait.rank].created_ns[wait.position], wait.rank
 
 
-def _unreported(table: CallTable, group: str, missing: Sequence[int]) -> Sequence[int]:
-    """Return the ranks without a report that may be members of a group."""
-    known = table.known[group]
-    return missing if known.ranks is None and known.desc in ("default_pg", "world") else ()
-
-
-def _as_absent(table: CallTable, wait: _Wait, ranks: tuple[int, ...], hang: bool) -> Mismatch:
-    ended = tuple(rank for rank in ranks if rank in table.ranks and table.ranks[rank].ended)
-    silent = tuple(rank for rank in ranks if rank not in table.ranks)
-    known = tuple(rank for rank in ranks if rank in table.ranks and rank not in ended)
-    named = ended or known or silent
-    kind: Kind = "missing" if ended else ("missing" if hang else "late") if known else "no_answer"
-    sure = ended or (hang and len(named) < len(table.members(wait.group)) / 2)
-    calls = table.groups[wait.group][wait.rank]
-    op, others_where = table.signature(calls, wait.position).op, table.place(calls, wait.position)
+def _as_absent(table: CallTable, absent: _Absent, hang: bool) -> Mismatch:
+    wait, ranks = absent
+    by_rank = table.groups[wait.group]
+    calls = by_rank[wait.rank]
     others = tuple(
-        rank
-        for rank, other in sorted(table.groups[wait.group].items())
-        if rank not in ranks and other.index(wait.seq) is not None
+        rank for rank in sorted(by_rank) if rank not in ranks and by_rank[rank].index(wait.seq) is not None
     )
+    ended = tuple(rank for rank in ranks if rank in table.ranks and table.ranks[rank].ended)
+    known = tuple(rank for rank in ranks if rank in table.ranks and rank not in ended)
+    named = ended or known or ranks
+    shifts = _shifts(table, wait.group, named, others) if hang or ended else None
+    if shifts is not None and len(others) < len(ranks) and shifts[1].skipped > 0:
+        named, others = others, named  # the ranks that wait made one call more than most
+        shifts = _shifts(table, wait.group, named, others)
+    if shifts is not None:
+        kind: Kind = "behind"
+    elif ended or (hang and known):
+        kind = "missing"
+    else:
+        kind = "late" if known else "no_answer"
+    op, place = table.signature(calls, wait.position).op, table.place(calls, wait.position)
     instead, where = _instead(table, wait.group, named[0])
-    verb = ("have" if len(named) > 1 else "has") + ("" if kind == "missing" else " not joined yet")
-    joined = "did not join" if kind == "missing" else verb
-    does = f": {instead}" if instead else ""
-    rest = "the other one waits" if len(others) == 1 else f"{_others(others)} wait"
-    why = (
-        f"{text.ranks(named).capitalize()} {joined} {op} (call {wait.seq:,} of "
-        f"{table.text_of(wait.group)}){does}. "
-    )
-    why += f"{rest[0].upper()}{rest[1:]} in it{_at(others_where)}."
+    sure = ended or (hang and kind != "no_answer" and len(named) < len(table.members(wait.group)) / 2)
+    waiting = others if kind != "behind" or wait.rank in others else named
+    if waiting == named:
+        why = (
+            f"{_capital(named)} {_verb(named, 'wait')} in {_in(op, place)} (call {wait.seq:,} of "
+            f"{table.text_of(wait.group)}), which {_others(others)} did not make."
+        )
+        instead, where = op, place
+    else:
+        joined = _verb(named, "have") + f" not joined {op}" if kind == "late" else f"did not join {op}"
+        yet = " yet" if kind == "late" else ""
+        does = f": {instead}" if instead else ""
+        why = (
+            f"{_capital(named)} {joined} (call {wait.seq:,} of {table.text_of(wait.group)}){yet}{does}. "
+            f"{_others(others).capitalize()} {_verb(others, 'wait')} in it{_at(place)}."
+        )
+    if shifts is not None:
+        (shifted_calls, usual), shifted = shifts
+        why += f" {_shifted(table, named, shifted_calls, usual, shifted)}"
+        where = table.place(shifted_calls, shifted_calls.index(shifted.seq) or 0)
     return Mismatch(
         kind=kind, group=table.known[wait.group].name, desc=table.text_of(wait.group), seq=wait.seq, op=op,
-        ranks=named, instead=instead, where=where, others=others, others_where=others_where,
-        waited_s=_waited_s(table, wait.group, wait.seq, others), proven=bool(ended),
-        confidence="high" if sure else "low" if silent == named else "medium",
+        ranks=named, instead=instead, where=where, others=others, others_where=place,
+        waited_s=waited_s(table, wait.group, wait.seq, [rank for rank in waiting if rank in by_rank]),
+        proven=bool(ended), confidence="high" if sure else "medium" if known else "low",
         why=why, next=_next_absent(kind, named, bool(ended)),
     )  # fmt: skip
+
+
+def _shifts(
+    table: CallTable, group: str, ranks: Sequence[int], others: Sequence[int]
+) -> tuple[tuple[CallsInGroup, CallsInGroup], CallShift] | None:
+    """Return the calls of one of `ranks` and of one of `others`, and where the first skipped calls."""
+    by_rank = table.groups[group]
+    if not others or not ranks or ranks[0] not in by_rank or others[0] not in by_rank:
+        return None
+    pair = by_rank[ranks[0]], by_rank[others[0]]
+    shifted = shift(*pair)
+    return (pair, shifted) if shifted is not None else None
 
 
 def _instead(table: CallTable, group: str, rank: int) -> tuple[str, str | None]:
@@ -390,56 +327,79 @@ def _instead(table: CallTable, group: str, rank: int) -> tuple[str, str | None]:
         return "nothing is known of it", None
     calls = table.groups[group].get(rank)
     last = table.place(calls, len(calls.seqs) - 1) if calls and calls.seqs else None
-    number = f"its last call in this group is {calls.newest:,}" if calls and calls.seqs else ""
+    number = f"its last call there is number {calls.newest:,}{_at(last)}" if calls and calls.seqs else ""
     if report.ended:
-        return ", ".join(
-            filter(None, ("it has ended", report.ending, number + (_at(last) if number else "")))
-        ), last
+        return ", ".join(filter(None, ("it has ended", report.ending, number))), last
     if report.call and report.where:
         return f"it waits in {report.call}, {report.where}", report.where
     if report.where:
         return f"it is in {report.where}", report.where
-    return (number + _at(last) if number else ""), last
+    pending = table.pending_peers.get(rank)
+    if pending:
+        return f"it waits in {_in(pending[0].op, pending[0].where)}", pending[0].where
+    return number, last
 
 
 def _next_absent(kind: Kind, named: Sequence[int], ended: bool) -> str:
-    who = text.ranks(named)
+    who, does = text.ranks(named), "are doing" if len(named) > 1 else "is doing"
+    if kind == "behind":
+        return f"{_SAME}: look for a condition on the rank or its data, before that call."
     if ended:
         return f"Look at how {who} ended. If it was no error: give every rank the same number of steps."
     if kind == "no_answer":
-        return f"Look at the process and the machine of {who}: it wrote no record of its calls."
+        return f"Look at the process and the machine of {who}: there is no record of its calls."
     if kind == "late":
-        return f"If it does not continue, look at what {who} is doing: the others wait for it."
-    return f"Look at what {who} is doing instead, and why it takes another way through the code."
+        return f"If it does not continue, look at what {who} {does}: the others wait for it."
+    return f"Look at what {who} {does} instead, and why it takes another way through the code."
 
 
-def _as_all_wait(table: CallTable, waits: Sequence[_Wait]) -> Mismatch:
-    wait = min(waits, key=lambda one: table.groups[one.group][one.rank].created_ns[one.position])
+def _as_alone(table: CallTable, wait: Wait) -> Mismatch:
+    """Return that a rank waits in a group whose other members are not known."""
     calls = table.groups[wait.group][wait.rank]
     op, where = table.signature(calls, wait.position).op, table.place(calls, wait.position)
-    others = tuple(sorted(one.rank for one in waits if (one.group, one.seq) == (wait.group, wait.seq)))
-    behind = len(others) < len(table.members(wait.group))
-    named = others if behind and len(others) * 2 < len(table.members(wait.group)) else ()
-    who = text.ranks(others) if behind else "All ranks"
+    desc = table.text_of(wait.group)
     return Mismatch(
-        kind="all_wait", group=table.known[wait.group].name, desc=table.text_of(wait.group), seq=wait.seq,
-        op=op, ranks=named, instead="", where=where if named else None, others=others, others_where=where,
-        waited_s=_waited_s(table, wait.group, wait.seq, others), confidence="medium",
-        why=f"All ranks have joined {op} (call {wait.seq:,} of {table.text_of(wait.group)}){_at(where)}, "
-        f"and it does not complete: {who[0].lower()}{who[1:]} wait{'s' if len(others) == 1 else ''} in it.",
-        next="Look at the network between the nodes.",
+        kind="no_answer", group=table.known[wait.group].name, desc=desc, seq=wait.seq, op=op,
+        ranks=(), instead="", where=None, others=(wait.rank,), others_where=where,
+        waited_s=waited_s(table, wait.group, wait.seq, [wait.rank]), confidence="low",
+        why=f"Rank {wait.rank} waits in {_in(op, where)} (call {wait.seq:,} of {desc}). No other rank has "
+        "called it, and it is not known which ranks are in this group.",
+        next=f"Look at which ranks {desc} has, and whether all of them reach that line.",
     )  # fmt: skip
 
 
-def _waited_s(table: CallTable, group: str, seq: int, ranks: Sequence[int]) -> float | None:
-    """Return the longest time that a rank has waited in a call when it was recorded (s). None: not known."""
-    waited = list[float]()
-    for rank in ranks:
-        calls = table.groups[group][rank]
-        index, taken = calls.index(seq), table.ranks[rank].taken_ns
-        if index is not None and taken and calls.created_ns[index] and not calls.done[index]:
-            waited.append((taken - calls.created_ns[index]) / 1e9)
-    return max(0.0, max(waited)) if waited else None
+def _as_all_wait(table: CallTable, together: Sequence[Wait]) -> Mismatch:
+    wait = min(together, key=lambda one: _began(table, one))
+    alike = [one for one in together if (one.group, one.seq) == (wait.group, wait.seq)]
+    calls = table.groups[wait.group][wait.rank]
+    op, where = table.signature(calls, wait.position).op, table.place(calls, wait.position)
+    inside = tuple(sorted(one.rank for one in alike))
+    ended = tuple(rank for rank in inside if table.ranks[rank].ended)
+    others = tuple(rank for rank in inside if rank not in ended)
+    desc = table.text_of(wait.group)
+    joined = f"All ranks have joined {op} (call {wait.seq:,} of {desc}){_at(where)}"
+    if ended:
+        ending = table.ranks[ended[0]].ending
+        how = f" ({ending})" if ending else ""
+        why = (
+            f"{joined}, and {text.ranks(ended)} ended in it{how}. {_others(others).capitalize()} still wait."
+        )
+    else:
+        done = len(table.members(wait.group)) - len(others)
+        rest = f"; on {text.count(done, 'other rank')} it has completed" if done > 0 else ""
+        why = f"{joined}, and it does not complete: {text.ranks(others)} {_verb(others, 'wait')} in it{rest}."
+    return Mismatch(
+        kind="missing" if ended else "all_wait", group=table.known[wait.group].name, desc=desc, seq=wait.seq,
+        op=op, ranks=ended, instead="it has ended in it" if ended else "", where=where if ended else None,
+        others=others, others_where=where, waited_s=waited_s(table, wait.group, wait.seq, others),
+        proven=bool(ended), confidence="high" if ended else "medium", why=why,
+        next=f"Look at how {text.ranks(ended)} ended." if ended else "Look at the network between the nodes.",
+    )  # fmt: skip
+
+
+def _call(table: CallTable, wait: Wait) -> str:
+    calls = table.groups[wait.group][wait.rank]
+    return _in(table.signature(calls, wait.position).op, table.place(calls, wait.position))
 
 
 def _in(what: str, where: str | None) -> str:
@@ -450,5 +410,15 @@ def _at(where: str | None) -> str:
     return f" at {where}" if where else ""
 
 
+def _capital(ranks: Sequence[int]) -> str:
+    return text.ranks(ranks).capitalize()
+
+
 def _others(ranks: Sequence[int]) -> str:
     return f"the other {len(ranks):,}" if len(ranks) > 1 else text.ranks(ranks)
+
+
+def _verb(ranks: Sequence[int], verb: str) -> str:
+    if len(ranks) > 1:
+        return verb
+    return {"have": "has"}.get(verb, f"{verb}s")
