@@ -42,8 +42,6 @@ _AGAIN_S = 0.2
 _TELL_S = 10.0
 """After this time in s, a line says what the check waits for."""
 _SPARE_S = 10.0
-STRAGGLERS = "straggler", "co_critical"
-"""Labels of verdicts that a check can confirm."""
 _LATE = "the check had begun without this node"
 
 
@@ -256,6 +254,7 @@ def _tell(joined: Sequence[JoinedNode], reply_to: Callable[[str], CheckReply]) -
 def _has_straggler(session: Path) -> bool:
     """Return whether a straggler is named in the newest run of a session."""
     from traceml_ray.reports.answers import Answers
+    from traceml_ray.signals.check.confirm import STRAGGLERS
     from traceml_ray.store.query import Findings
 
     named = Answers(session, Thresholds()).answer(Findings(None))

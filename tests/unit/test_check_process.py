@@ -6,6 +6,7 @@ import argparse
 import socket
 import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 
 from traceml_ray.launchers import check as launcher_check
 from traceml_ray.launchers import check_process
+from traceml_ray.launchers import confirm as launcher_confirm
 from traceml_ray.launchers.arguments import Nodes
 from traceml_ray.launchers.check_process import CheckReply, CheckRequest
 from traceml_ray.launchers.cluster import free_port
+from traceml_ray.settings import Settings
 from traceml_ray.signals.check import coordinator, nodes
 from traceml_ray.signals.check.agent import FILE, CheckReport
 from traceml_ray.signals.check.nodes import NoAnswerError
@@ -197,3 +200,51 @@ def test_checks_are_sent_by_one_rank_once(tmp_path: Path) -> None:
     sent = [one for rank in ranks for one in rank.collect(False)]
     assert [(one.t_ns, one.number) for one in sent] == [(1, 0), (2, 1)]
     assert not any(list(rank.collect(True)) for rank in ranks) and not list(tmp_path.iterdir())
+
+
+# -- restarts under torchrun --------------------------------------------------------------------
+
+
+@dataclass
+class PlayedMonitor:
+    settings: Settings
+    nodes: Nodes = field(default_factory=lambda: Nodes(4))
+    folder: str = "/session"
+    stored: list[CheckReply | None] = field(default_factory=list)
+
+    def store(self, reply: CheckReply | None) -> None:
+        self.stored.append(reply)
+
+
+class PlayedAgent:
+    """Starts workers in place of torchrun's agent."""
+
+    started = 0
+
+    def _start_workers(self, group: argparse.Namespace) -> dict[int, int]:
+        self.started += 1
+        return {0: group.group_world_size}
+
+
+@pytest.mark.parametrize(("confirm", "checks"), [("off", 0), ("restart", 2)])
+def test_stragglers_are_confirmed_between_two_starts_of_the_ranks(
+    confirm: str, checks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, str]] = []
+
+    def check(_args: object, nodes: Nodes, session: str, _environ: object) -> CheckReply:
+        asked.append((nodes.count, session))
+        if len(asked) == 2:
+            raise RuntimeError("it fails")
+        return CheckReply(checks=(Checked(1, "a"),))
+
+    start = PlayedAgent._start_workers
+    monkeypatch.setattr(launcher_confirm, "LocalElasticAgent", PlayedAgent)
+    monkeypatch.setattr(launcher_confirm, "check_at_restart", check)
+    monitor: Any = PlayedMonitor(Settings.load(confirm=confirm))
+    agent, group = PlayedAgent(), argparse.Namespace(group_world_size=3)
+    with launcher_confirm.confirming(flags(), monitor, {}):
+        assert [agent._start_workers(group) for _ in range(3)] == [{0: 3}] * 3
+    assert agent.started == 3 and PlayedAgent._start_workers is start
+    assert asked == [(3, "/session")] * checks
+    assert len(monitor.stored) == min(checks, 1)

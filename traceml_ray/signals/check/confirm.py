@@ -1,0 +1,80 @@
+"""
+Compares stragglers with a check of their nodes: is the machine slow by itself, or does only the rank take
+longer there? Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from traceml_ray import text
+from traceml_ray.signals.check.judge import LIMITS, CheckResult, Slow
+from traceml_ray.signals.finding import Finding, key_of, known
+
+STRAGGLERS = "straggler", "co_critical"
+"""Labels of verdicts that a check can confirm."""
+NOT_CONFIRMED = "node_alike"
+"""Label of the finding that a straggler's node is as fast as others."""
+_COMPUTES = "gpu_matmul", "cpu_matmul", "core_matmul"
+"""Probes of which one must have compared a node before it is called as fast as others."""
+_NEXT = "Look at what {ranks} {does}: {its} data, the size of {its} batches, and what {its} code does more."
+
+
+def explained(one: Slow, steps: Sequence[Finding], placed: Mapping[str, Sequence[int]]) -> Finding | None:
+    """
+    Return the straggler that a slow part of a node may explain. None: there is no straggler there.
+
+    Args:
+        one: the slow part.
+        steps: findings on steps.
+        placed: global ranks of each node, by its label, in the order of their local ranks.
+    """
+    for step in _stragglers(steps):
+        for node in one.nodes:
+            users = placed.get(node, ())
+            if one.device is not None and one.device < len(users):
+                users = [users[one.device]]  # the other ranks of the node use other GPUs
+            if set(users) & set(step.ranks):
+                return step
+    return None
+
+
+def not_confirmed(
+    result: CheckResult, steps: Sequence[Finding], placed: Mapping[str, Sequence[int]]
+) -> Iterator[Finding]:
+    """Yield a finding for each straggler whose node measured as fast as its peers. See `explained`."""
+    explained_keys = {step.key for one in result.slow if (step := explained(one, steps, placed)) is not None}
+    for step in _stragglers(steps):
+        nodes = [node for node, ranks in placed.items() if set(ranks) & set(step.ranks)]
+        if not nodes or step.key in explained_keys:
+            continue
+        alike = [
+            {row.probe for row in result.levels if row.node == node and row.state == "alike"}
+            for node in nodes
+        ]
+        compared = set.intersection(*alike)
+        if not compared.intersection(_COMPUTES):
+            continue
+        probes = [limit.about for name, limit in LIMITS.items() if name in compared]
+        several = len(step.ranks) > 1
+        yield Finding(
+            key=key_of(NOT_CONFIRMED, step.ranks),
+            signal="check",
+            label=NOT_CONFIRMED,
+            severity="info",
+            ranks=step.ranks,
+            nodes=tuple(nodes),
+            why=f"Not confirmed: a check measured {text.listed(nodes)} as fast as other nodes "
+            f"({'; '.join(probes)}).",
+            next=_NEXT.format(
+                ranks=text.ranks(step.ranks),
+                does="do" if several else "does",
+                its="their" if several else "its",
+            ),
+            evidence=known({"probes": ", ".join(sorted(compared))}),
+            explains=step.key,
+        )
+
+
+def _stragglers(steps: Sequence[Finding]) -> list[Finding]:
+    return [step for step in steps if step.signal == "steps" and step.label in STRAGGLERS and step.ranks]
