@@ -271,6 +271,7 @@ def count(
     *,
     flops_per_step: float | None = None,
     total_steps: int | None = None,
+    steps_done: int | None = None,
 ) -> None:
     """
     State the size of this rank's current step if its batches do not show it. Calls in a step add up.
@@ -284,6 +285,9 @@ def count(
         tokens: number of tokens of this rank, in this step or micro-batch.
         flops_per_step: FLOPs of the model in one step of all ranks together. One call on one rank is enough.
         total_steps: number of steps of the whole job. One call on one rank is enough.
+        steps_done: number of steps done before the next one, in a script that continues from a checkpoint.
+            Steps are numbered from there on, so it is known which steps a restart repeats. Each rank calls
+            it. A number below the current one is ignored.
     """
     agent = _listening()
     if agent is None:
@@ -297,6 +301,8 @@ def count(
             flops = None if flops_per_step is None else float(flops_per_step)
             steps = None if total_steps is None else int(total_steps)
             agent.collector(WorkReport).declare(job_flops=flops, total_steps=steps)
+        if steps_done is not None:
+            agent.recorder.number(int(steps_done))
     except Exception as error:
         agent.instrumentation.failed("count", error)
 

@@ -307,6 +307,19 @@ def test_call_of_the_script_counts_raises_nothing_and_does_nothing_unwatched(
     watched.patches.errors.clear()
 
 
+def test_script_that_continues_from_a_checkpoint_says_where(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = SimpleNamespace(recorder=watched.recorder, instrumentation=watched.patches)
+    monkeypatch.setattr(bootstrap, "_agent", agent)
+    traceml_ray.count(steps_done=torch.tensor(40))
+    watched.step([torch.ones(3, 2)])
+    traceml_ray.count(steps_done=7)  # smaller than the current one
+    watched.step([torch.ones(3, 2)])
+    assert watched.recorder.replay()
+    assert watched.recorder.steps.rows.step == 42
+
+
 def test_batch_of_unknown_size_makes_the_sum_unknown_and_says_why(watched: Watched) -> None:
     roots, missing = watched.patches.roots, dict[str, str]()
     report = WorkReport(watched.recorder, roots, Settings(total_steps=9), Errors(), missing, lambda: 0.0)
