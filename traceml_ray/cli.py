@@ -19,7 +19,17 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from traceml_ray import __version__
-from traceml_ray.commands import alerts, collectives, completion, mcp, profiles, reports, running, sessions
+from traceml_ray.commands import (
+    alerts,
+    check,
+    collectives,
+    completion,
+    mcp,
+    profiles,
+    reports,
+    running,
+    sessions,
+)
 from traceml_ray.commands.help import EXIT_CODES, STARTING, Formatter, examples
 from traceml_ray.launchers.arguments import marked
 from traceml_ray.settings import SettingError
@@ -68,6 +78,7 @@ COMMANDS = {
     "stop": Subcommand(running.stop_options, running.stop),
     "analyze": Subcommand(reports.analyze_options, reports.analyze),
     "collectives": Subcommand(collectives.collectives_options, collectives.collectives),
+    "check": Subcommand(check.check_options, check.check),
     "compare": Subcommand(reports.compare_options, reports.compare),
     "sessions": Subcommand(sessions.sessions_options, sessions.sessions),
     "layers": Subcommand(profiles.layers_options, profiles.layers),

@@ -13,6 +13,7 @@ from traceml_ray.analysis.uneven_work import ExpertLoad, Reason, loads
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.verdict_shapes import TimedEpisode
 from traceml_ray.reports.headlines import beside, line_of, named
+from traceml_ray.signals.check.judge import CheckResult, Slow
 from traceml_ray.signals.collectives.judge import CollectiveKind, CollectiveTimes, GroupTimes
 from traceml_ray.signals.experts.records import RouterTokens
 from traceml_ray.signals.finding import MOST, Finding, key_of, listed, of_verdict
@@ -83,6 +84,23 @@ SLOW_GROUP = CollectiveTimes(
 )  # fmt: skip
 
 
+SLOW_NODE = CheckResult(
+    slow=[
+        Slow(
+            what="device", nodes=["node-1"], part="GPU 3", rank=5, device=3, probe="gpu_matmul", lower=0.14,
+            value=6e14, usual=7e14, unit="FLOP/s", peers=7, why="It multiplies slower.", next="Replace it.",
+        )
+    ]
+)  # fmt: skip
+
+
+def test_slow_device_explains_the_finding_of_its_rank() -> None:
+    straggler, slow = findings_of(verdict(), None, {"check": SLOW_NODE})
+    assert slow.explains == straggler.key and slow.key == "slow_device:node-1:GPU 3"
+    _, other = findings_of(verdict(ranks=(2,), rank=2), None, {"check": SLOW_NODE})
+    assert other.explains is None
+
+
 def test_verdict_is_first_then_what_costs_most_then_what_is_most_severe() -> None:
     one = verdict(
         also=(Verdict(label="imbalance", cost_pct=4.0, stages=("data",), why="Uneven.", next="Even."),)
@@ -90,11 +108,11 @@ def test_verdict_is_first_then_what_costs_most_then_what_is_most_severe() -> Non
     memory = Memory(findings=[grows(2), grows(3, severity="critical"), grows(1, "transient_spike", "info")])
     experts = tokens(moe=[9, 1, 1, 1], even=[1, 1])
     answers = {"memory": memory, "layers": SLOW, "sharding": SHARDS, "experts": experts}
-    answers |= {"collectives": SLOW_GROUP}
+    answers |= {"collectives": SLOW_GROUP, "check": SLOW_NODE}
     findings = findings_of(one, None, answers)
     assert [finding.label for finding in findings] == [
         "straggler", "imbalance", "memory_creep", "memory_creep", "slow_layer", "slow_layer",
-        "uneven_shards", "uneven_experts", "slow_collective", "memory_transient_spike",
+        "uneven_shards", "uneven_experts", "slow_collective", "slow_device", "memory_transient_spike",
     ]  # fmt: skip
     assert [finding.ranks for finding in findings[2:5]] == [(3,), (2,), (5,)]
     costly = msgspec.structs.replace(findings[-1], cost=0.5)

@@ -18,6 +18,7 @@ from sessions import LIMITS, SECOND, ask, run_message, stored
 
 from traceml_ray import __version__
 from traceml_ray.reports.answers import QUESTIONS, Answers
+from traceml_ray.signals.check.view import GetCheck
 from traceml_ray.signals.collectives.view import GetCollectives
 from traceml_ray.signals.experts.view import GetExperts
 from traceml_ray.signals.layers.view import GetLayers
@@ -62,6 +63,7 @@ def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[quer
         query.GetNodeSamples(("node-1",), 2, 3 * SECOND, 1 << 60),
         query.GetProcessSamples(processes, 2, 3 * SECOND),
         GetExperts(run), GetExperts(run, 1), GetSystem(run), GetLogged(run), GetCollectives(run),
+        GetCheck(run),
         query.Findings(run), GetMemory(run), GetSharding(run),
         query.GetMemorySamples(processes, 3),
         query.GetMemorySamples(processes, 4, 3 * SECOND),

@@ -13,7 +13,7 @@ STARTING = (
 EXIT_CODES = (
     "Exit codes: 0 done; 1 failed; 2 bad input (with one line on stderr; analyze: also if only some of the "
     "files can be used); 3 a finding you asked for exists (analyze --fail-on, compare --fail-on-regression, "
-    "collectives). `run` exits with the command's own code."
+    "collectives, check). `run` exits with the command's own code."
 )
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "run": (
@@ -44,6 +44,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "traceml-ray collectives /tmp/nccl_trace_rank_*",
         "traceml-ray collectives dumps --hang --json | jq .mismatch",
     ),
+    "check": ("traceml-ray check --path /data", "traceml-ray check --seconds 60 --json | jq .slow"),
     "compare": (
         "traceml-ray compare before after",
         "traceml-ray compare lr1 lr2 lr3 --html runs.html",

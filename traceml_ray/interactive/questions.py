@@ -25,6 +25,8 @@ from traceml_ray.reports.comparison import (
 )
 from traceml_ray.reports.document import ChartData, of_summary
 from traceml_ray.settings import Settings
+from traceml_ray.signals.check.judge import CheckResult
+from traceml_ray.signals.check.view import GetCheck
 from traceml_ray.signals.collectives.judge import CollectiveTimes
 from traceml_ray.signals.collectives.view import GetCollectives
 from traceml_ray.signals.finding import Finding
@@ -202,6 +204,13 @@ class SessionQuestions:
         `why` gives the reason where the time is not known.
         """
         return self._ask(GetCollectives(run))
+
+    def check(self, run: str | None = None) -> CheckResult:
+        """
+        Return what the newest check of the nodes of the run says: what is slower than its peers (`slow`), and
+        all that was measured (`levels`). Without a check there are no levels.
+        """
+        return self._ask(GetCheck(run))
 
     def throughput(self, run: str | None = None) -> Throughput:
         """

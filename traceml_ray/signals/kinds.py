@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from traceml_ray.signals.check.records import CHECKS
 from traceml_ray.signals.collectives.records import CALLS, LAST_CALLS
 from traceml_ray.signals.experts.records import EXPERTS
 from traceml_ray.signals.goodput.records import LIFE, LIFECYCLE
@@ -24,7 +25,7 @@ KINDS: dict[str, Kind[Any]] = {
     kind.name: kind
     for kind in (
         *(LAST_CALLS, MEMORY, WORK, SIZES, OUTPUT, LAYERS, EXPERTS, SHARDING, LOGGED),
-        *(CALLS, LIFECYCLE, LIFE, NODE),
+        *(CALLS, LIFECYCLE, LIFE, CHECKS, NODE),
     )
 }
 """Kinds of records by name, in the order in which they get space in a batch."""

@@ -10,6 +10,7 @@ import msgspec
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.verdict_shapes import TimedEpisode
 from traceml_ray.document.model import Number, Section
+from traceml_ray.signals.check.view import CheckView
 from traceml_ray.signals.collectives.view import CollectivesView
 from traceml_ray.signals.experts.view import ExpertsView
 from traceml_ray.signals.finding import Finding, OnSteps, listed, of_machine, of_verdict
@@ -29,6 +30,7 @@ _ALL = (
     NodesView(),
     LoggedView(),
     CollectivesView(),
+    CheckView(),
 )
 VIEWS: dict[str, View[Any]] = {view.name: view for view in _ALL}
 OF_QUESTION: dict[type[Any], View[Any]] = {view.question: view for view in VIEWS.values()}

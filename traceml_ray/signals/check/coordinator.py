@@ -81,7 +81,7 @@ class Coordinator:
 
     nodes: Sequence[CheckNode]
     plan: Plan
-    advance: Callable[[str, float], None] = lambda _what, _share: None
+    advance: Callable[[str, float], object] = lambda _what, _share: None
 
     def __post_init__(self) -> None:
         self._by_name = {node.name: node for node in self.nodes}

@@ -41,7 +41,9 @@ class ProbeLimit(NamedTuple):
     """Words and limits of a probe."""
 
     about: str
-    """What the probe measures."""
+    """What the probe measures, in a sentence."""
+    short: str
+    """The same in a table."""
     slower: str
     """What a slow subject does: "multiplies {} slower"."""
     least: float
@@ -51,16 +53,22 @@ class ProbeLimit(NamedTuple):
 
 
 LIMITS: dict[str, ProbeLimit] = {
-    "gpu_matmul": ProbeLimit("matrix multiplication, GPU", "multiplies {} slower", 0.07, 0.01),
-    "gpu_memory": ProbeLimit("memory of the GPU", "copies its memory {} slower", 0.07, 0.01),
-    "to_device": ProbeLimit("copies to the GPU", "receives data from the host {} slower", 0.15, 0.025),
-    "to_host": ProbeLimit("copies from the GPU", "sends data to the host {} slower", 0.15, 0.025),
-    "cpu_matmul": ProbeLimit("matrix multiplication, all cores", "multiplies {} slower", 0.10, 0.015),
-    "core_matmul": ProbeLimit("matrix multiplication, cores", "multiplies {} slower", 0.10, 0.015),
-    "host_memory": ProbeLimit("memory of the host", "copies memory {} slower", 0.15, 0.025),
-    "disk_read": ProbeLimit("reading from disk", "reads {} slower", 0.40, 0.08),
-    "all_reduce": ProbeLimit("all-reduce of a pair", "reduces {} slower", 0.25, 0.04),
-    "all_gather": ProbeLimit("all-gather of a pair", "gathers {} slower", 0.25, 0.04),
+    "gpu_matmul": ProbeLimit("matrix multiplication, GPU", "matmul", "multiplies {} slower", 0.07, 0.01),
+    "gpu_memory": ProbeLimit("memory of the GPU", "memory", "copies its memory {} slower", 0.07, 0.01),
+    "to_device": ProbeLimit(
+        "copies to the GPU", "host to GPU", "receives data from the host {} slower", 0.15, 0.025
+    ),
+    "to_host": ProbeLimit(
+        "copies from the GPU", "GPU to host", "sends data to the host {} slower", 0.15, 0.025
+    ),
+    "cpu_matmul": ProbeLimit(
+        "matrix multiplication, all cores", "matmul", "multiplies {} slower", 0.10, 0.015
+    ),
+    "core_matmul": ProbeLimit("matrix multiplication, cores", "matmul", "multiplies {} slower", 0.10, 0.015),
+    "host_memory": ProbeLimit("memory of the host", "copy", "copies memory {} slower", 0.15, 0.025),
+    "disk_read": ProbeLimit("reading from disk", "read", "reads {} slower", 0.40, 0.08),
+    "all_reduce": ProbeLimit("all-reduce of a pair", "all-reduce", "reduces {} slower", 0.25, 0.04),
+    "all_gather": ProbeLimit("all-gather of a pair", "all-gather", "gathers {} slower", 0.25, 0.04),
 }
 """Limits by probe."""
 _CPU = "cpu_matmul", "core_matmul", "host_memory"
@@ -161,21 +169,43 @@ def judged(checks: Sequence[Checked], alpha: float = ALPHA) -> CheckResult:
             groups[measure.probe, measure.unit, measure.like].append((check, measure))
     tests = sum(len(group) for group in groups.values() if len(group) > 1)
     levels, unsure = list[Level](), list[str]()
-    for (probe, _, like), group in groups.items():
-        rows, sentences = _levels(probe, like, group, alpha / max(1, tests))
+    for (probe, _, _), group in groups.items():
+        rows, sentences = _levels(probe, group, alpha / max(1, tests))
         levels += rows
         unsure += sentences
     state_of = {check.node: check.state for check in checks}
+    alone = [row for row in levels if row.state == "no peers"]
     slow = _parts(levels, state_of, {check.node: check for check in checks})
     return CheckResult(
         slow=sorted(slow, key=lambda part: -part.lower),
-        levels=levels,
-        unsure=_bounded(unsure),
+        levels=in_order(levels),
+        unsure=_bounded([*unsure, *_without_peers(alone)]),
         notes=_bounded([*_notes(checks)]),
         errors=_bounded([_error(check, error, len(checks)) for check in checks for error in check.errors]),
         nodes=len({check.node for check in checks}),
         seconds=max((check.seconds for check in checks if check.seconds is not None), default=None),
     )
+
+
+_ORDER = {"slow": 0, "unsure": 1, "alike": 2, "no peers": 3}
+
+
+def in_order(levels: Iterable[Level]) -> list[Level]:
+    """Return levels, the slow ones first, then those that are lowest."""
+    return sorted(levels, key=lambda row: (_ORDER[row.state], -(row.lower or 0.0)))
+
+
+def _without_peers(rows: Sequence[Level]) -> Iterable[str]:
+    """Yield a sentence about the subjects that nothing was compared with."""
+    by_node = defaultdict[str, list[str]](list)
+    for row in rows:
+        by_node[row.node].append(row.subject)
+    for node, subjects in by_node.items():
+        what = "it" if len({*subjects}) == 1 else "them"
+        yield (
+            f"{text.listed([*dict.fromkeys(subjects)])} of {node}: nothing like {what} was "
+            f"measured elsewhere, so nothing is said about {what}."
+        )
 
 
 def _error(check: Checked, error: str, checks: int) -> str:
@@ -198,15 +228,14 @@ def logarithm(share: float) -> float:
 
 
 def _levels(
-    probe: str, like: str, group: Sequence[tuple[Checked, Measure]], alpha: float
+    probe: str, group: Sequence[tuple[Checked, Measure]], alpha: float
 ) -> tuple[list[Level], list[str]]:
     """Return the table of the subjects of one probe and hardware, and what could not be decided."""
     limit = LIMITS[probe]
     trials = [trials_of(measure.values, measure.others) for _, measure in group]
     rows = [_row(check, measure, one) for (check, measure), one in zip(group, trials, strict=True)]
     if len(rows) == 1:
-        what = f"{rows[0].subject} of {rows[0].node}" + (f" ({like})" if like else "")
-        return rows, [f"{_begun(limit.about)}: {what} has no peers, so nothing can be said."]
+        return rows, []
     compared = compare(trials, logarithm(limit.least), limit.usual, alpha)
     if math.isnan(compared.level):
         return _all_unsure(limit, rows, trials)

@@ -101,7 +101,7 @@ def compare(
     z = NormalDist().inv_cdf(1 - min(alpha, 0.1))
     known = np.flatnonzero(np.isfinite(levels) & (z * errors <= _UNKNOWN))
     noisy = z * errors > least
-    if not len(known):
+    if len(known) < 2:
         nothing = np.full(len(levels), math.nan)
         return PeerComparison(math.nan, nothing, nothing, np.zeros(len(levels), dtype=bool))
     order = known[np.argsort(-levels[known], kind="stable")]

@@ -1,0 +1,188 @@
+"""The newest check of each rank's node, and its presentation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from traceml_ray import text
+from traceml_ray.document.model import Column, Facts, Gauge, Section, Table
+from traceml_ray.signals.check.judge import LIMITS, CheckResult, Level, Slow, judged, rate
+from traceml_ray.signals.check.records import CHECKS, Checked
+from traceml_ray.signals.finding import Finding, OnSteps, key_of, known
+from traceml_ray.signals.view import SLOW_RANKS, Run, View
+from traceml_ray.store.query import OfRun
+from traceml_ray.store.rank_processes import RankProcess
+
+MOST_ROWS = 40
+"""Largest number of rows of the table."""
+_STATES = {"slow": "slow", "alike": "", "unsure": "not sure", "no peers": "no peers"}
+_TONES = {"slow": "warning", "unsure": "notice"}
+_LABELS = {"device": "slow_device", "link": "slow_link"}
+
+
+def blocks(result: CheckResult) -> list[Facts | Table]:
+    """Return what people read of a check."""
+    named = [pair for one in result.slow for pair in (("Slow", one.why), ("Next", one.next))]
+    return [
+        Facts(("Check", headline(result)), *named),
+        table(result),
+        Facts.listed("Not sure", result.unsure),
+        Facts.listed("Note", result.notes),
+        Facts.listed("Error", result.errors),
+    ]
+
+
+def headline(result: CheckResult) -> str:
+    """Return what a check says in one or two sentences."""
+    nodes = text.count(result.nodes, "node")
+    took = f" in {text.duration(result.seconds)}" if result.seconds is not None else ""
+    if result.slow:
+        names = text.listed([one.name for one in result.slow[:3]], max(0, len(result.slow) - 3))
+        return f"{nodes} checked{took}: {names} {'is' if len(result.slow) == 1 else 'are'} slower than peers."
+    seen = {row.probe: row for row in result.levels if row.sees is not None}
+    if not seen:
+        return f"{nodes} checked{took}: nothing can be said."
+    least = {
+        probe: max(row.sees for row in result.levels if row.probe == probe and row.sees is not None)
+        for probe in seen
+    }
+    limits = [f"{text.share(share)} ({LIMITS[probe].about})" for probe, share in least.items()]
+    return f"{nodes} checked{took}: nothing is slower than its peers. Named would be: {text.listed(limits)}."
+
+
+def table(result: CheckResult) -> Table:
+    """Return the subjects of a check, the slow ones first, then those that are lowest."""
+    rows = result.levels
+    of_many = f" (the {MOST_ROWS} lowest of {len(rows):,})" if len(rows) > MOST_ROWS else ""
+    return Table(
+        f"Measured{of_many}",
+        _columns(len({row.node for row in rows})),
+        rows[:MOST_ROWS],
+        empty="Nothing was measured.",
+    )
+
+
+def _below(row: Level) -> float | None:
+    return None if row.lower is None else -100 * row.lower
+
+
+def _columns(nodes: int) -> list[Column]:
+    node = Column("node", lambda row: row.node, "name")
+    return [
+        *([node] if nodes > 1 else []),
+        Column("part", lambda row: row.subject, "name"),
+        Column("probe", lambda row: LIMITS[row.probe].short),
+        Column("measured", lambda row: row.value, "figures", written=lambda row: rate(row.value, row.unit)),
+        Column("peers", lambda row: row.usual, "figures", written=_peers),
+        Column("difference", _above, "figures", written=lambda row: _known(_above(row), text.percent)),
+        Column("trials vary", _spread, "figures", written=lambda row: _known(row.spread, text.share)),
+        Column("", lambda row: _STATES[row.state], tone=lambda row: _TONES.get(row.state, "")),
+    ]
+
+
+def _peers(row: Level) -> str:
+    return "" if row.usual is None else rate(row.usual, row.unit)
+
+
+def _above(row: Level) -> float | None:
+    """Return the difference from the peers in %, negative if it is lower."""
+    return None if row.lower is None else -100 * row.lower
+
+
+def _spread(row: Level) -> float | None:
+    return row.spread
+
+
+def _known(value: float | None, written: Callable[[float], str]) -> str:
+    return "" if value is None else written(value)
+
+
+class GetCheck(OfRun[CheckResult], frozen=True):
+    """What the newest check of the nodes of the run says. Without a check it has no levels."""
+
+
+class CheckView(View[CheckResult]):
+    """See `View`."""
+
+    name = "check"
+    question = GetCheck
+    finds = MappingProxyType({})
+
+    def answer(self, run: Run, asked: GetCheck) -> CheckResult:
+        """Return what the newest check of each rank says."""
+        processes = {process.id for process in run.ranks.values()}
+        newest = [
+            max(records, key=lambda record: record.t_ns)
+            for records in run.file.records_of(CHECKS, processes).values()
+        ]
+        return judged(one_per_node(newest))
+
+    def findings(
+        self, answer: CheckResult, steps: Sequence[Finding], verdict: OnSteps | None
+    ) -> list[Finding]:
+        """Return the parts that are slower than their peers."""
+        return [_finding(one, steps) for one in answer.slow]
+
+    def every_s(self, ranks: Mapping[int, RankProcess], world: int) -> float | None:
+        """Return 30 s."""
+        return 30.0 if world < SLOW_RANKS else None
+
+    def block(self, answer: CheckResult) -> Any:
+        """Return the answer as plain values, with the rows of the table."""
+        return msgspec.to_builtins(msgspec.structs.replace(answer, levels=[*table(answer).items]))
+
+    def of_block(self, block: Any) -> CheckResult:
+        """Return the answer of a block."""
+        return msgspec.convert(block or {}, CheckResult)
+
+    def sections(self, answer: CheckResult) -> Sequence[Section]:
+        """Return what the check says, and what it measured. Nothing without a check."""
+        if not answer.levels and not answer.errors:
+            return ()
+        return [Section("tables", blocks(answer), "Check of the nodes", gauges=_gauges(answer))]
+
+    def brief(self, answer: CheckResult) -> Facts:
+        """Return what is slow."""
+        return Facts(*(("Check", headline(answer)) for _ in answer.slow[:1]))
+
+
+def one_per_node(checks: Iterable[Checked]) -> list[Checked]:
+    """
+    Return the checks without repeated measures: if the ranks of a node have measured the same subject, only
+    the first rank's measure of it is kept.
+    """
+    seen, kept = set[tuple[str, str, str]](), list[Checked]()
+    for check in sorted(checks, key=lambda check: (check.node, check.rank or 0)):
+        new = [one for one in check.measures if (check.node, one.probe, one.subject) not in seen]
+        seen.update((check.node, one.probe, one.subject) for one in new)
+        kept.append(msgspec.structs.replace(check, measures=new))
+    return kept
+
+
+def _finding(one: Slow, steps: Sequence[Finding]) -> Finding:
+    explained = next((step for step in steps if one.rank is not None and one.rank in step.ranks), None)
+    return Finding(
+        key=key_of(_LABELS.get(one.what, "slow_node"), (), *one.nodes, one.part),
+        signal="check",
+        label=_LABELS.get(one.what, "slow_node"),
+        severity="notice",
+        ranks=() if one.rank is None else (one.rank,),
+        nodes=tuple(one.nodes),
+        device=one.device,
+        what=one.part,
+        confidence=one.confidence,
+        why=one.why,
+        next=one.next,
+        evidence=known({"lower": one.lower, "value": one.value, "usual": one.usual, "probe": one.probe}),
+        explains=explained.key if explained else None,
+    )
+
+
+def _gauges(answer: CheckResult) -> list[Gauge]:
+    about = "How much lower a part of a node measured than its peers in the last check, 0 to 1."
+    series = [((*one.nodes[:1], one.part, one.probe), one.lower) for one in answer.slow]
+    return [Gauge("traceml_check_lower", about, series, ("node", "part", "probe"), "ratio")]
