@@ -14,7 +14,8 @@ from traceml_ray.document.text import page
 from traceml_ray.reports.answers import Answers
 from traceml_ray.settings import Settings
 from traceml_ray.signals.check import coordinator
-from traceml_ray.signals.check.coordinator import Outcome, judge_outcome
+from traceml_ray.signals.check.conclusion import concluded
+from traceml_ray.signals.check.coordinator import Outcome
 from traceml_ray.signals.check.judge import judged
 from traceml_ray.signals.check.nodes import LocalNode
 from traceml_ray.signals.check.records import Checked, Measure
@@ -64,10 +65,10 @@ def test_nodes_that_are_silent_or_in_use_are_said() -> None:
         silent={"node-1": "it did not answer in time"},
         in_use={"node-2": "8 of 8 CPUs"},
     )
-    result = judge_outcome(outcome)
+    result = concluded(outcome)
     assert result.nodes == 2
-    assert result.errors == ["node-1 does not answer: it did not answer in time"]
-    assert result.notes == ["node-2 is in use (8 of 8 CPUs): only what no job uses was measured"]
+    assert result.errors == ["node-1 did not answer: it did not answer in time."]
+    assert result.unsure[0].startswith("node-2: 8 of 8 CPUs. Only what is not in use was measured")
 
 
 def test_ranks_of_one_node_measure_its_cpu_once() -> None:

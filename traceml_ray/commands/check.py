@@ -44,9 +44,9 @@ def check(arguments: argparse.Namespace) -> int:
     """Measure CPU, memory, GPUs and disk by themselves, and name what is slower than its peers."""
     from traceml_ray.document.json import as_json
     from traceml_ray.document.text import page
-    from traceml_ray.signals.check.coordinator import Coordinator, judge_outcome
+    from traceml_ray.signals.check.conclusion import concluded
+    from traceml_ray.signals.check.coordinator import Coordinator, Plan
     from traceml_ray.signals.check.nodes import LocalNode
-    from traceml_ray.signals.check.tasks import Plan
     from traceml_ray.signals.check.view import blocks
 
     path = str(arguments.path.absolute()) if arguments.path else ""
@@ -55,7 +55,7 @@ def check(arguments: argparse.Namespace) -> int:
     try:
         with text.progress_bar("check") as advance:
             outcome = Coordinator([node], plan, advance).run()
-        result = judge_outcome(outcome)
+        result = concluded(outcome)
     finally:
         node.end()
     show(as_json(msgspec.to_builtins(result)) if arguments.json else page(blocks(result)), end="")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.signals.check.judge import CheckResult, in_order, judged
+from traceml_ray.signals.check.judge import CheckResult, judged
 from traceml_ray.signals.check.nodes import CheckNode, NoAnswerError
 from traceml_ray.signals.check.pairs import Pair, first_round, judge_pairs, next_round
 from traceml_ray.signals.check.records import Checked, Measure
@@ -257,14 +257,12 @@ def judge_outcome(outcome: Outcome) -> CheckResult:
     if any(outcome.rounds):
         slow, levels, unsure = judge_pairs(outcome.names, outcome.rounds)
         result.slow += slow
-        result.levels = in_order([*result.levels, *levels])
+        result.levels += levels
         result.unsure += unsure
-        result.slow.sort(key=lambda one: -one.lower)
     result.notes += [
         f"{name} is in use ({used}): only what no job uses was measured"
         for name, used in outcome.in_use.items()
     ]
-    result.nodes = len({check.node for check in outcome.checks} | outcome.silent.keys())
     result.errors += outcome.errors
     result.errors += [f"{name} does not answer: {why}" for name, why in outcome.silent.items()]
     return result

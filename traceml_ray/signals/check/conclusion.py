@@ -1,0 +1,28 @@
+"""What a check of several nodes says: each node beside the others, and pairs of nodes."""
+
+from __future__ import annotations
+
+import msgspec
+
+from traceml_ray.signals.check.coordinator import Outcome
+from traceml_ray.signals.check.judge import CheckResult, in_order, judged
+from traceml_ray.signals.check.pairs import judge_pairs
+
+
+def concluded(outcome: Outcome) -> CheckResult:
+    """Return what the results of all nodes say together."""
+    result = judged(outcome.checks)
+    slow, levels, unsure = judge_pairs(outcome.names, outcome.rounds)
+    in_use = [
+        f"{name}: {used}. Only what is not in use was measured, because a check would slow it down."
+        for name, used in outcome.in_use.items()
+    ]
+    silent = [f"{name} did not answer: {why}." for name, why in outcome.silent.items()]
+    return msgspec.structs.replace(
+        result,
+        slow=sorted([*result.slow, *slow], key=lambda one: -one.lower),
+        levels=in_order([*result.levels, *levels]),
+        unsure=[*in_use, *result.unsure, *unsure],
+        errors=[*silent, *outcome.errors, *result.errors],
+        nodes=len({check.node for check in outcome.checks} | outcome.silent.keys()),
+    )
