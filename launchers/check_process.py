@@ -179,13 +179,13 @@ class Gathering:
         threading.Thread(
             target=self._accept, args=(server,), name="traceml-check-accept", daemon=True
         ).start()
-        deadline, told = time.monotonic() + self._request.join_s, time.monotonic() + _TELL_S
+        deadline, tell_at = time.monotonic() + self._request.join_s, time.monotonic() + _TELL_S
         with self._lock:
             while len(self._joined) < wanted and time.monotonic() < deadline:
                 self._lock.wait(1.0)
-                if told is not None and time.monotonic() > told and len(self._joined) < wanted:
+                if time.monotonic() > tell_at and len(self._joined) < wanted:
                     log(f"check: waiting for {wanted - len(self._joined)} of {wanted + 1} nodes")
-                    told = float("inf")
+                    tell_at = float("inf")
             self._begun = True
             return list(self._joined)
 
@@ -262,9 +262,9 @@ def _has_straggler(session: Path) -> bool:
 
 
 def _reply_of(outcome: Outcome) -> CheckReply:
-    from traceml_ray.signals.check.coordinator import judge_outcome
+    from traceml_ray.signals.check.conclusion import concluded
 
-    result = judge_outcome(outcome)
+    result = concluded(outcome)
     lines = [*(slow.why for slow in result.slow), *result.unsure, *result.notes, *result.errors]
     return CheckReply(bool(result.slow or outcome.silent), tuple(lines))
 

@@ -20,7 +20,8 @@ from ray_cluster import FakeCluster, fake_cluster, until
 
 from traceml_ray.ray.check import check_cluster
 from traceml_ray.signals.check import coordinator
-from traceml_ray.signals.check.coordinator import Outcome, judge_outcome
+from traceml_ray.signals.check.conclusion import concluded
+from traceml_ray.signals.check.coordinator import Outcome
 from traceml_ray.signals.check.judge import CheckResult
 from traceml_ray.signals.check.nodes import NoAnswerError, TaskProcess
 from traceml_ray.signals.check.records import CHECKS
@@ -80,7 +81,7 @@ def nodes() -> Iterator[FakeCluster]:
 
 def check(**more: Any) -> tuple[CheckResult, Outcome]:
     outcome = check_cluster(Plan(**{"seconds": SECONDS, "disturb": True, **more}), lambda *_: None)
-    return judge_outcome(outcome), outcome
+    return concluded(outcome), outcome
 
 
 def raylet(node: Any) -> psutil.Process:
@@ -140,7 +141,7 @@ def test_cluster_that_a_job_has_taken_is_not_disturbed() -> None:
             ray.kill(job)
     assert list(outcome.in_use.values()) == ["1 of 1 CPUs"] * NODES
     assert outcome.rounds == [] and not any(one.measures for one in outcome.checks)
-    assert len([note for note in result.notes if "is in use" in note]) == NODES
+    assert len([sentence for sentence in result.unsure if "1 of 1 CPUs" in sentence]) == NODES
 
 
 @pytest.mark.long
@@ -153,7 +154,7 @@ def test_node_that_does_not_answer_is_named(nodes: FakeCluster, monkeypatch: pyt
     finally:
         stopped.resume()
     assert list(outcome.silent) == [name_of(nodes.others[2])]
-    assert any(f"{name_of(nodes.others[2])} does not answer" in line for line in result.errors)
+    assert any(f"{name_of(nodes.others[2])} did not answer" in line for line in result.errors)
     assert len(outcome.checks) == NODES - 1
 
 

@@ -10,11 +10,13 @@ from traceml_ray.signals.check.confirm import explained, not_confirmed
 from traceml_ray.signals.check.judge import CheckResult, Level, Slow
 from traceml_ray.signals.finding import Finding
 
-PLACED = {"node-0": [0, 1], "node-1": [2, 3]}
+RANKS = {"node-0": [0, 1], "node-1": [2, 3]}
 
 
 def straggler(*ranks: int, label: str = "straggler") -> Finding:
-    return Finding(key=f"{label}:{ranks}", signal="steps", label=label, severity="warning", ranks=ranks)
+    nodes = tuple(sorted({f"node-{rank // 2}" for rank in ranks}))
+    key = f"{label}:{ranks}"
+    return Finding(key=key, signal="steps", label=label, severity="warning", ranks=ranks, nodes=nodes)
 
 
 def slow(**more: Any) -> Slow:
@@ -44,25 +46,25 @@ def test_slow_part_explains_a_straggler_that_uses_it(
     one: Slow, ranks: tuple[int, ...], explains: bool
 ) -> None:
     step = straggler(*ranks)
-    assert explained(one, [step], PLACED) is (step if explains else None)
-    (found,) = [*not_confirmed(CheckResult(slow=[one], levels=ALIKE.levels), [step], PLACED)] or [None]
-    assert (found is None) == explains
+    assert explained(one, [step], RANKS) is (step if explains else None)
+    (finding,) = [*not_confirmed(CheckResult(slow=[one], levels=ALIKE.levels, ranks=RANKS), [step])] or [None]
+    assert (finding is None) == explains
 
 
 def test_straggler_on_a_node_that_is_as_fast_as_others_is_not_confirmed() -> None:
-    (found,) = not_confirmed(ALIKE, [straggler(3)], PLACED)
-    assert (found.label, found.severity, found.nodes, found.ranks) == (
+    (finding,) = not_confirmed(ALIKE, [straggler(3)])
+    assert (finding.label, finding.severity, finding.nodes, finding.ranks) == (
         "node_alike",
         "info",
         ("node-1",),
         (3,),
     )
-    assert found.why == (
+    assert finding.why == (
         "Not confirmed: a check measured node-1 as fast as other nodes "
         "(matrix multiplication, all cores; memory of the host)."
     )
-    assert found.next.startswith("Look at what rank 3 does: its data")
-    assert found.explains == "straggler:(3,)"
+    assert finding.next.startswith("Look at what rank 3 does: its data")
+    assert finding.explains == "straggler:(3,)"
 
 
 @pytest.mark.parametrize(
@@ -76,17 +78,17 @@ def test_straggler_on_a_node_that_is_as_fast_as_others_is_not_confirmed() -> Non
     ],
 )
 def test_without_a_sure_comparison_nothing_is_said(levels: list[Level]) -> None:
-    assert [*not_confirmed(CheckResult(levels=levels), [straggler(3)], PLACED)] == []
+    assert [*not_confirmed(CheckResult(levels=levels), [straggler(3)])] == []
 
 
 def test_only_stragglers_are_confirmed() -> None:
     for step in (straggler(3, label="hang"), straggler(label="imbalance")):
-        assert [*not_confirmed(ALIKE, [step], PLACED)] == []
-        assert explained(slow(), [step], PLACED) is None
+        assert [*not_confirmed(ALIKE, [step])] == []
+        assert explained(slow(), [step]) is None
 
 
 def test_ranks_of_several_nodes_need_all_of_them_to_be_alike() -> None:
-    (found,) = not_confirmed(ALIKE, [straggler(0, 3)], PLACED)
-    assert found.nodes == ("node-0", "node-1") and "do: their data" in found.next
+    (finding,) = not_confirmed(ALIKE, [straggler(0, 3)])
+    assert finding.nodes == ("node-0", "node-1") and "do: their data" in finding.next
     half = CheckResult(levels=[level("node-0"), level("node-1", state="unsure")])
-    assert [*not_confirmed(half, [straggler(0, 3)], PLACED)] == []
+    assert [*not_confirmed(half, [straggler(0, 3)])] == []

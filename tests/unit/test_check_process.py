@@ -20,7 +20,7 @@ from traceml_ray.launchers.arguments import Nodes
 from traceml_ray.launchers.check_process import CheckReply, CheckRequest
 from traceml_ray.launchers.cluster import free_port
 from traceml_ray.settings import Settings
-from traceml_ray.signals.check import coordinator, nodes
+from traceml_ray.signals.check import conclusion, coordinator, nodes
 from traceml_ray.signals.check.agent import FILE, CheckReport
 from traceml_ray.signals.check.nodes import NoAnswerError
 from traceml_ray.signals.check.records import Checked, Measure
@@ -71,7 +71,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_process, "TaskProcess", PlayedProcess)
     monkeypatch.setattr(nodes, "TaskProcess", PlayedProcess)
     monkeypatch.setattr(coordinator, "next_round", lambda *_: [])
-    monkeypatch.setattr(coordinator, "judge_pairs", lambda *_: ([], [], []))
+    monkeypatch.setattr(conclusion, "judge_pairs", lambda *_: ([], [], []))
     monkeypatch.setattr(PlayedProcess, "number", 0)
     monkeypatch.setattr(PlayedProcess, "silent", -1)
 
@@ -165,7 +165,7 @@ def flags(**more: Any) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize(
-    ("reply", "said"),
+    ("reply", "printed"),
     [
         (CheckReply(), "check: no node, device or link is slower than its peers"),
         (CheckReply(True, ("GPU 3 of node-1 multiplies 14 % slower.",)), "check: GPU 3 of node-1 multiplies"),
@@ -175,7 +175,7 @@ def flags(**more: Any) -> argparse.Namespace:
 )
 def test_launcher_prints_the_result_and_goes_on_whatever_it_is(
     reply: CheckReply | OSError,
-    said: str,
+    printed: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -186,7 +186,7 @@ def test_launcher_prints_the_result_and_goes_on_whatever_it_is(
 
     monkeypatch.setattr(launcher_check, "_ask", ask)
     result = launcher_check.check_nodes(flags(), Nodes(), {})
-    assert said in capsys.readouterr().err
+    assert printed in capsys.readouterr().err
     assert not launcher_check.must_stop(flags(), result)
     named = result is not None and result.named
     assert launcher_check.must_stop(flags(check_stop=True), result) == named

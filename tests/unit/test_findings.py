@@ -13,12 +13,10 @@ from traceml_ray.analysis.uneven_work import ExpertLoad, Reason, loads
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.verdict_shapes import TimedEpisode
 from traceml_ray.reports.headlines import beside, line_of, named
-from traceml_ray.signals.check.judge import CheckResult, Slow
+from traceml_ray.signals.check.judge import CheckResult, Level, Slow
 from traceml_ray.signals.collectives.judge import CollectiveKind, CollectiveTimes, GroupTimes
 from traceml_ray.signals.experts.records import RouterTokens
 from traceml_ray.signals.finding import MOST, Finding, key_of, listed, of_verdict
-from traceml_ray.signals.goodput.answer import Goodput
-from traceml_ray.signals.goodput.view import GoodputView
 from traceml_ray.signals.layers.judge import LayerFinding, Layers
 from traceml_ray.signals.memory import shapes
 from traceml_ray.signals.memory.shapes import Attribution, CollectiveOnset, FirstCause, Memory
@@ -103,20 +101,19 @@ def test_slow_device_explains_the_finding_of_its_rank() -> None:
     assert other.explains is None
 
 
-DAY = 86_400 * 1_000_000_000
-RESTARTED = Goodput(
-    rank_s=8 * 86_400.0, from_ns=1, to_ns=1 + DAY, ranks=8, goodput_pct=60.0,
-    seconds={"productive": 0.6 * 8 * 86_400, "waiting": 0.2 * 8 * 86_400, "wasted": 0.15 * 8 * 86_400},
-)  # fmt: skip
-
-
-def test_what_costs_a_tenth_of_a_run_is_a_finding_and_waiting_is_the_verdicts_subject() -> None:
-    (one,) = GoodputView().findings(RESTARTED, [], None)
-    assert (one.label, one.severity, one.what) == ("badput", "info", "steps that were repeated")
-    assert (one.cost, one.about, one.cost_s) == (pytest.approx(0.15), "run", pytest.approx(0.15 * 86_400))
-    short = msgspec.structs.replace(RESTARTED, to_ns=300 * 1_000_000_000)
-    little = msgspec.structs.replace(RESTARTED, seconds={"productive": 1.0, "waiting": 0.9 * 8 * 86_400})
-    assert [*GoodputView().findings(short, [], None), *GoodputView().findings(little, [], None)] == []
+def test_slow_node_confirms_a_straggler_there_and_a_node_that_is_as_fast_as_others_does_not() -> None:
+    node = msgspec.structs.replace(SLOW_NODE.slow[0], what="node", part="CPU", rank=None, device=None)
+    straggler, slow = findings_of(verdict(), None, {"check": CheckResult(slow=[node])})
+    assert (slow.label, slow.explains) == ("slow_node", straggler.key)
+    assert slow.why == "Confirmed by a check: It multiplies slower."
+    levels = [
+        Level(node=f"node-{number}", subject="CPU", probe="cpu_matmul", unit="FLOP/s", state="alike")
+        for number in range(2)
+    ]
+    straggler, alike = findings_of(verdict(), None, {"check": CheckResult(levels=levels)})
+    assert (alike.label, alike.severity, alike.explains) == ("node_alike", "info", straggler.key)
+    assert alike.key == "node_alike:5" and "node-1 as fast as other nodes" in alike.why
+    assert findings_of(verdict("hang"), None, {"check": CheckResult(levels=levels)})[1:] == []
 
 
 def test_verdict_is_first_then_what_costs_most_then_what_is_most_severe() -> None:

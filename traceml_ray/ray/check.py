@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.ray.actors import bare, cluster_nodes
+from traceml_ray.ray.actors import Attachment, bare, cluster_nodes
+from traceml_ray.ray.connection import attach
 from traceml_ray.signals.check.coordinator import Coordinator, Outcome
 from traceml_ray.signals.check.nodes import NoAnswerError, TaskProcess
 from traceml_ray.signals.check.tasks import Plan, Task, TaskReply, task_of
@@ -24,7 +25,8 @@ from traceml_ray.wire.codec import ready
 
 _SET_BY_RAY = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _SPARE_S = 5.0
-_END_S = 5.0
+ATTACH_S = 30.0
+"""How long a cluster may take to answer, in s."""
 
 
 class CheckActor:
@@ -152,8 +154,17 @@ def _available() -> dict[str, dict[str, float]]:
     return free
 
 
+def check_at(address: str, plan: Plan, advance: Callable[[str, float], object]) -> Outcome:
+    """
+    Attach this process to the cluster at `address` (host:port), and check all nodes of it. Raises what
+    `attach` raises.
+    """
+    attach(Attachment(address), ATTACH_S)
+    return check_cluster(plan, advance)
+
+
 def check_cluster(
-    plan: Plan, advance: Callable[[str, float], None], runtime_env: dict[str, Any] | None = None
+    plan: Plan, advance: Callable[[str, float], object], runtime_env: dict[str, Any] | None = None
 ) -> Outcome:
     """Check all nodes of the cluster that this process is attached to."""
     nodes = ray_nodes(runtime_env)

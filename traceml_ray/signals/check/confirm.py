@@ -15,37 +15,45 @@ STRAGGLERS = "straggler", "co_critical"
 """Labels of verdicts that a check can confirm."""
 NOT_CONFIRMED = "node_alike"
 """Label of the finding that a straggler's node is as fast as others."""
+NOT_KNOWN: Mapping[str, Sequence[int]] = {}
 _COMPUTES = "gpu_matmul", "cpu_matmul", "core_matmul"
 """Probes of which one must have compared a node before it is called as fast as others."""
 _NEXT = "Look at what {ranks} {does}: {its} data, the size of {its} batches, and what {its} code does more."
 
 
-def explained(one: Slow, steps: Sequence[Finding], placed: Mapping[str, Sequence[int]]) -> Finding | None:
+def explained(
+    one: Slow, steps: Sequence[Finding], ranks: Mapping[str, Sequence[int]] = NOT_KNOWN
+) -> Finding | None:
     """
     Return the straggler that a slow part of a node may explain. None: there is no straggler there.
 
     Args:
         one: the slow part.
         steps: findings on steps.
-        placed: global ranks of each node, by its label, in the order of their local ranks.
+        ranks: see `CheckResult.ranks`.
     """
     for step in _stragglers(steps):
-        for node in one.nodes:
-            users = placed.get(node, ())
-            if one.device is not None and one.device < len(users):
-                users = [users[one.device]]  # the other ranks of the node use other GPUs
-            if set(users) & set(step.ranks):
-                return step
+        if one.rank in step.ranks or (one.rank is None and _is_there(one, step, ranks)):
+            return step
     return None
 
 
-def not_confirmed(
-    result: CheckResult, steps: Sequence[Finding], placed: Mapping[str, Sequence[int]]
-) -> Iterator[Finding]:
+def _is_there(one: Slow, step: Finding, ranks: Mapping[str, Sequence[int]]) -> bool:
+    """Return whether a straggler uses a slow part of its node."""
+    if not set(one.nodes) & set(step.nodes):
+        return False
+    users = ranks.get(one.nodes[0], ())
+    # A rank uses the GPU of its local rank; which ranks there are may not be known.
+    return one.device is None or one.device >= len(users) or users[one.device] in step.ranks
+
+
+def not_confirmed(result: CheckResult, steps: Sequence[Finding]) -> Iterator[Finding]:
     """Yield a finding for each straggler whose node measured as fast as its peers. See `explained`."""
-    explained_keys = {step.key for one in result.slow if (step := explained(one, steps, placed)) is not None}
+    explained_keys = {
+        step.key for one in result.slow if (step := explained(one, steps, result.ranks)) is not None
+    }
     for step in _stragglers(steps):
-        nodes = [node for node, ranks in placed.items() if set(ranks) & set(step.ranks)]
+        nodes = step.nodes
         if not nodes or step.key in explained_keys:
             continue
         alike = [
@@ -63,7 +71,7 @@ def not_confirmed(
             label=NOT_CONFIRMED,
             severity="info",
             ranks=step.ranks,
-            nodes=tuple(nodes),
+            nodes=nodes,
             why=f"Not confirmed: a check measured {text.listed(nodes)} as fast as other nodes "
             f"({'; '.join(probes)}).",
             next=_NEXT.format(

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.signals.check.judge import CheckResult, judged
 from traceml_ray.signals.check.nodes import CheckNode, NoAnswerError
-from traceml_ray.signals.check.pairs import Pair, first_round, judge_pairs, next_round
+from traceml_ray.signals.check.pairs import Pair, first_round, next_round
 from traceml_ray.signals.check.records import Checked, Measure
 from traceml_ray.signals.check.tasks import (
     Begin,
@@ -249,20 +248,3 @@ def waves(jobs: Iterable[Job]) -> Iterable[list[Callable[[], None]]]:
             busy |= uses
         yield wave
         left = later
-
-
-def judge_outcome(outcome: Outcome) -> CheckResult:
-    """Return what a check of several nodes says."""
-    result = judged(outcome.checks)
-    if any(outcome.rounds):
-        slow, levels, unsure = judge_pairs(outcome.names, outcome.rounds)
-        result.slow += slow
-        result.levels += levels
-        result.unsure += unsure
-    result.notes += [
-        f"{name} is in use ({used}): only what no job uses was measured"
-        for name, used in outcome.in_use.items()
-    ]
-    result.errors += outcome.errors
-    result.errors += [f"{name} does not answer: {why}" for name, why in outcome.silent.items()]
-    return result

@@ -153,6 +153,8 @@ class CheckResult(msgspec.Struct, kw_only=True):
     """Sentences: what could not be measured."""
     nodes: int = 0
     seconds: float | None = None
+    ranks: dict[str, list[int]] = {}
+    """Global ranks of each node with a slow GPU, in the order of their local ranks, if there is a job."""
 
 
 def judged(checks: Sequence[Checked], alpha: float = ALPHA) -> CheckResult:

@@ -10,12 +10,13 @@ import msgspec
 
 from traceml_ray import text
 from traceml_ray.document.model import Column, Facts, Gauge, Section, Table
+from traceml_ray.signals.check.confirm import explained, not_confirmed
 from traceml_ray.signals.check.judge import LIMITS, CheckResult, Level, Slow, judged, rate
 from traceml_ray.signals.check.records import CHECKS, Checked
 from traceml_ray.signals.finding import Finding, OnSteps, key_of, known
 from traceml_ray.signals.view import SLOW_RANKS, Run, View
 from traceml_ray.store.query import OfRun
-from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.rank_processes import RankProcess, process_labels
 
 MOST_ROWS = 40
 """Largest number of rows of the table."""
@@ -114,18 +115,19 @@ class CheckView(View[CheckResult]):
 
     def answer(self, run: Run, asked: GetCheck) -> CheckResult:
         """Return what the newest check of each rank says."""
-        processes = {process.id for process in run.ranks.values()}
-        newest = [
-            max(records, key=lambda record: record.t_ns)
-            for records in run.file.records_of(CHECKS, processes).values()
-        ]
-        return judged(one_per_node(newest))
+        labels = process_labels(run.file.cluster(), run.ranks.values())
+        newest = list[Checked]()
+        for process, records in run.file.records_of(CHECKS, labels.keys()).items():
+            record = max(records, key=lambda record: record.t_ns)
+            newest.append(msgspec.structs.replace(record, node=labels[process]))
+        return _placed(judged(one_per_node(newest)), run)
 
     def findings(
         self, answer: CheckResult, steps: Sequence[Finding], verdict: OnSteps | None
     ) -> list[Finding]:
-        """Return the parts that are slower than their peers."""
-        return [_finding(one, steps) for one in answer.slow]
+        """Return the parts that are slower than their peers, and stragglers whose nodes are not slow."""
+        slow = [_finding(one, explained(one, steps, answer.ranks)) for one in answer.slow]
+        return [*slow, *not_confirmed(answer, steps)]
 
     def every_s(self, ranks: Mapping[int, RankProcess], world: int) -> float | None:
         """Return 30 s."""
@@ -163,8 +165,22 @@ def one_per_node(checks: Iterable[Checked]) -> list[Checked]:
     return kept
 
 
-def _finding(one: Slow, steps: Sequence[Finding]) -> Finding:
-    explained = next((step for step in steps if one.rank is not None and one.rank in step.ranks), None)
+def _placed(result: CheckResult, run: Run) -> CheckResult:
+    """Return the result with the ranks of nodes that have a slow GPU."""
+    labels = process_labels(run.file.cluster(), run.ranks.values())
+    slow = {node for one in result.slow if one.device is not None for node in one.nodes}
+    ranks = dict[str, list[tuple[int, int]]]()
+    for rank, process in run.ranks.items():
+        node = labels.get(process.id, "")
+        if node in slow and process.identity is not None:
+            ranks.setdefault(node, []).append((process.identity.local_rank, rank))
+    ordered = {node: [rank for _, rank in sorted(pairs)] for node, pairs in ranks.items()}
+    return msgspec.structs.replace(result, ranks=ordered)
+
+
+def _finding(one: Slow, straggler: Finding | None) -> Finding:
+    """Return the finding of a slow part. `straggler`: what it may explain."""
+    why = f"Confirmed by a check: {one.why}" if straggler else one.why
     return Finding(
         key=key_of(_LABELS.get(one.what, "slow_node"), (), *one.nodes, one.part),
         signal="check",
@@ -175,10 +191,10 @@ def _finding(one: Slow, steps: Sequence[Finding]) -> Finding:
         device=one.device,
         what=one.part,
         confidence=one.confidence,
-        why=one.why,
+        why=why,
         next=one.next,
         evidence=known({"lower": one.lower, "value": one.value, "usual": one.usual, "probe": one.probe}),
-        explains=explained.key if explained else None,
+        explains=straggler.key if straggler else None,
     )
 
 

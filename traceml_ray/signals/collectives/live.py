@@ -27,7 +27,8 @@ class AnsweringRank:
     call: str | None
     """Function of torch.distributed that it waits in. None: in none, or not known."""
     ended: bool
-    """Whether its process has sent its last batch."""
+    ending: str = ""
+    """How its process ended, for a person."""
 
 
 class CollectiveReports:
@@ -91,6 +92,7 @@ class CollectiveReports:
                 where=one.where,
                 call=one.call,
                 ended=one.ended,
+                ending=one.ending,
             )
 
     def _of(self, process: int, asked: str) -> CollectivesReport | None:
