@@ -14,7 +14,7 @@ from dash.development.base_component import Component
 
 from traceml_ray import text
 from traceml_ray.document import drawing
-from traceml_ray.document.model import SIGNS, Column, Facts, Lines, Section, Table
+from traceml_ray.document.model import SIGNS, Column, Facts, Lines, Section, Strips, Table
 from traceml_ray.reports.deaths import place_words
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.store.step_shapes import DeathInfo
@@ -284,8 +284,33 @@ def facts_list(block: Facts) -> Any:
     return html.Dl([html.Div([html.Dt(name), *values]) for name, values in named], className="said-facts")
 
 
+def strips(block: Strips) -> Any:
+    """Return strips with their legend. Pointing at a segment shows its text."""
+    keys = [
+        html.Span([html.I(style={"background": colour}), name], className="key")
+        for name, colour in block.legend().items()
+    ]
+    rows: list[Any] = []
+    for strip in block.strips:
+        room = strip.length or 1.0
+        parts = [
+            html.I(
+                title=part.title,
+                style={
+                    "left": f"{100 * part.base / room:.3f}%",
+                    "width": f"{100 * part.width / room:.3f}%",
+                    "background": part.colour,
+                },
+            )
+            for part in strip.segments
+        ]
+        ends = [html.Div([html.Span(end) for end in strip.ends], className="ends")] * any(strip.ends)
+        rows.append(html.Div([html.H4(strip.name), html.Div(parts, className="bar"), *ends]))
+    return html.Div([html.Div(keys, className="strip-keys"), *rows], className="strips")
+
+
 def blocks(content: Section, route: Route) -> list[Any]:
-    """Return the facts, lines and tables of a section as elements; its drawings are left out."""
+    """Return the facts, lines, strips and tables of a section as elements. Other drawings are left out."""
     shown: list[Any] = []
     for block in content.blocks:
         if isinstance(block, Facts) and block.pairs:
@@ -295,6 +320,8 @@ def blocks(content: Section, route: Route) -> list[Any]:
                 html.H3(block.title),
                 html.Pre("\n".join(f"{mark}  {line}" for mark, line in block.lines)),
             ]
+        elif isinstance(block, Strips):
+            shown.append(strips(block))
         elif isinstance(block, Table) and (block.items or block.note):
             shown += [html.H3(block.title), table(block, route)]
     return shown

@@ -53,6 +53,7 @@ PARTS = {
     "traceml_ray/analysis/episodes.py": ("Brief",),
     "traceml_ray/analysis/step_stats.py": ("FirstSteps",),
     "traceml_ray/signals/throughput/judge.py": ("ThroughputNumbers", "Throughput", "ThroughputStatistics"),
+    "traceml_ray/signals/goodput/answer.py": ("Goodput", "AttemptGoodput", "RankGoodput", "Stretch"),
     "traceml_ray/signals/collectives/judge.py": ("CollectiveTimes", "CollectiveKind", "GroupTimes"),
     "traceml_ray/signals/collectives/match.py": ("Mismatch",),
     "traceml_ray/signals/logged/judge.py": ("LoggedMetric", "NotFinite", "LoggedNumbers"),

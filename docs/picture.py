@@ -35,6 +35,16 @@ def draw_head(report: Path, out: Path) -> None:
     save(text, out, "traceml-ray report", 100)
 
 
+def draw_part(report: Path, out: Path, begin: str, end: str) -> None:
+    """Write the lines of the report from the one that starts with `begin` to the one before `end`."""
+    lines = report.read_text().splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith(begin))
+    last = next(n for n, line in enumerate(lines) if n > first and line.startswith(end))
+    text = Text("\n".join(lines[first:last]).rstrip())
+    text.highlight_regex(re.compile(f"^(?:{begin}|Attempts)", re.MULTILINE), "bold cyan")
+    save(text, out, "traceml-ray report", 100)
+
+
 def save(text: Text, out: Path, title: str, width: int) -> None:
     """Write lines of `width` cells as an SVG terminal."""
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)

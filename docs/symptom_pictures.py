@@ -18,7 +18,8 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from picture import draw_head  # noqa: E402
+from lived import Lived  # noqa: E402
+from picture import draw_head, draw_part  # noqa: E402
 from played import QUIET, Played  # noqa: E402
 from sessions import MS  # noqa: E402
 
@@ -142,6 +143,26 @@ def restarts(folder: Path) -> None:
     play(job, 60).end()
 
 
+def where_the_hours_went(folder: Path) -> None:
+    job = Lived(folder, 8, late_ms=60.0)
+    every = tuple(range(8))
+    job.start()
+    job.step_on(280)
+    job.interval("checkpoint_save", 22, every, step=280)
+    job.step_on(200)
+    job.interval("evaluation", 40, every)
+    job.step_on(60)
+    job.killed()
+    job.again(1, 280, gap_s=75)
+    job.interval("checkpoint_restore", 6, every)
+    job.step_on(300)
+    job.interval("checkpoint_save", 22, every, step=580)
+    job.step_on(60)
+    job.ended = True
+    job.play(0)
+    job.end()
+
+
 SCENES: dict[str, Callable[[Path], None]] = {
     "slow-step": slow_step,
     "one-rank-late": one_rank_late,
@@ -152,7 +173,12 @@ SCENES: dict[str, Callable[[Path], None]] = {
     "hang": hang,
     "rank-died": rank_died,
     "restarts": restarts,
+    "where-the-hours-went": where_the_hours_went,
 }
+
+
+PARTS = {"where-the-hours-went": ("Where the time went", "Nodes")}
+"""Begin and end of the part of the report that is shown, if it is not the head."""
 
 
 def draw(out: Path, names: list[str]) -> None:
@@ -163,7 +189,10 @@ def draw(out: Path, names: list[str]) -> None:
             session = Path(folder) / "gpt-pretrain"
             SCENES[name](session)
             print(f"== {name}\n{(session / 'report.txt').read_text()}")
-            draw_head(session / "report.txt", out / f"{name}.svg")
+            if name in PARTS:
+                draw_part(session / "report.txt", out / f"{name}.svg", *PARTS[name])
+            else:
+                draw_head(session / "report.txt", out / f"{name}.svg")
 
 
 if __name__ == "__main__":

@@ -146,6 +146,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     Whether a straggler is confirmed by a check of the nodes when torchrun restarts the ranks (`restart`). The
     restart then takes longer, by about twice the seconds of the check.
     """
+    gpu_hour_price: Annotated[float | None, Bounds(0.0001, 1e6)] = None
+    """Price of an hour of one device, in any currency: then the goodput of a run also has its cost."""
     metrics_port: Annotated[int | None, Bounds(0, 65535)] = None
     """
     Port at which metrics are served for Prometheus (`/metrics`), on the node of the aggregator, without the

@@ -17,6 +17,8 @@ from traceml_ray.signals.check.judge import CheckResult, Level, Slow
 from traceml_ray.signals.collectives.judge import CollectiveKind, CollectiveTimes, GroupTimes
 from traceml_ray.signals.experts.records import RouterTokens
 from traceml_ray.signals.finding import MOST, Finding, key_of, listed, of_verdict
+from traceml_ray.signals.goodput.answer import Goodput
+from traceml_ray.signals.goodput.view import GoodputView
 from traceml_ray.signals.layers.judge import LayerFinding, Layers
 from traceml_ray.signals.memory import shapes
 from traceml_ray.signals.memory.shapes import Attribution, CollectiveOnset, FirstCause, Memory
@@ -99,6 +101,22 @@ def test_slow_device_explains_the_finding_of_its_rank() -> None:
     assert slow.explains == straggler.key and slow.key == "slow_device:node-1:GPU 3"
     _, other = findings_of(verdict(ranks=(2,), rank=2), None, {"check": SLOW_NODE})
     assert other.explains is None
+
+
+DAY = 86_400 * 1_000_000_000
+RESTARTED = Goodput(
+    rank_s=8 * 86_400.0, from_ns=1, to_ns=1 + DAY, ranks=8, goodput_pct=60.0,
+    seconds={"productive": 0.6 * 8 * 86_400, "waiting": 0.2 * 8 * 86_400, "wasted": 0.15 * 8 * 86_400},
+)  # fmt: skip
+
+
+def test_what_costs_a_tenth_of_a_run_is_a_finding_and_waiting_is_the_verdicts_subject() -> None:
+    (one,) = GoodputView().findings(RESTARTED, [], None)
+    assert (one.label, one.severity, one.what) == ("badput", "info", "steps that were repeated")
+    assert (one.cost, one.about, one.cost_s) == (pytest.approx(0.15), "run", pytest.approx(0.15 * 86_400))
+    short = msgspec.structs.replace(RESTARTED, to_ns=300 * 1_000_000_000)
+    little = msgspec.structs.replace(RESTARTED, seconds={"productive": 1.0, "waiting": 0.9 * 8 * 86_400})
+    assert [*GoodputView().findings(short, [], None), *GoodputView().findings(little, [], None)] == []
 
 
 def test_slow_node_confirms_a_straggler_there_and_a_node_that_is_as_fast_as_others_does_not() -> None:

@@ -56,6 +56,17 @@ def test_open_span_between_two_steps_is_a_stall_and_no_hang(snapshot: Snapshot) 
     assert named(place(0, POST_SYNC, span="checkpoint", silent_s=9.0), place(1))[0] == "hang"
 
 
+def test_rank_whose_thread_moves_is_busy_and_does_not_hang(snapshot: Snapshot) -> None:
+    busy = place(0, POST_SYNC, where="evaluate (train.py:88)", still_s=0.5)
+    assert named(busy, place(1), place(2)) == ("stalled", (0,), "post_sync")
+    snapshot("verdict", why(busy, place(1), place(2)))
+    still = place(0, POST_SYNC, where="evaluate (train.py:88)", still_s=12.0)
+    assert named(still, place(1), place(2))[0] == "hang"
+    assert named(busy, place(1, POST_SYNC, still_s=12.0), place(2))[:2] == ("hang", (0, 1)), "one is stuck"
+    after = find([place(0, DATA, elapsed_s=700, still_s=0.5), place(1, elapsed_s=700)], 700)
+    assert after is not None and after.label == "hang", "a loop that never ends moves, too"
+
+
 def test_rank_waited_for_in_a_barrier_is_busy_and_those_in_it_are_not(snapshot: Snapshot) -> None:
     others = [place(rank, POST_SYNC, span="barrier", span_s=20.0) for rank in (1, 2)]
     saving = place(0, POST_SYNC, span="checkpoint")

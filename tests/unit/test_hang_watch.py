@@ -150,6 +150,20 @@ def test_open_checkpoint_is_a_stall(job: Job, snapshot: Snapshot) -> None:
     snapshot("report", (job.folder / "report.txt").read_text().partition("\n\n")[2].partition("\n\n")[0])
 
 
+def test_busy_rank_is_asked_again_and_hangs_once_it_is_stuck(job: Job) -> None:
+    job.runs(8)
+    places = at(POST_SYNC), WAITS, WAITS
+    labels, asked = [], set()
+    for second in range(70):
+        if job.commands and job.commands[0].args["id"] not in asked:
+            asked.add(job.commands[0].args["id"])
+            for rank in range(3):
+                job.says(rank, still_s=(0.5 if second < 50 else 20.0) if rank == 0 else 9.0)
+        labels += job.stands(1, *places, since=second)
+    assert labels[20:50] == ["stalled"] * 30 and labels[-1] == "hang"
+    assert len(asked) == 4, "at 15, 30 and 60 s, and for the stacks"
+
+
 def test_first_step_that_compiles_is_no_hang(job: Job) -> None:
     """No rank has closed a row yet, so nothing is known of how long a step may take."""
     labels = job.stands(300, at(SYNC_WAIT, 0), at(FORWARD, 0), at(SYNC_WAIT, 0))

@@ -22,6 +22,7 @@ from traceml_ray.monitor.offline import finish_offline
 from traceml_ray.reports.summary import summarize
 from traceml_ray.settings import Settings
 from traceml_ray.signals.experts.records import EXPERTS, MAX_ROUTERS, RouterTokens
+from traceml_ray.signals.goodput.totals import RankTotals
 from traceml_ray.signals.kinds import KINDS, OF_RECORD, encoded
 from traceml_ray.signals.nodes.records import NODE, GpuProcess, GpuSample, NodeSample
 from traceml_ray.signals.output.records import OUTPUT, Output
@@ -35,7 +36,13 @@ from traceml_ray.wire import messages as wire
 from traceml_ray.wire.spool import write_spool
 
 GPU = GpuSample(0, "H200", 98.0, 1, 2, throttle=["gpu_idle"], processes=[GpuProcess(7, 5)])
-EVERY = [*RECORDS, NodeSample(1, 50.0, 8, 0.5, 1, 2, 3, 4, 5, None, [GPU]), NodeSample(2, *[None] * 9)]
+TOTALS = RankTotals(99, 1 << 62, 1 << 40, 1 << 41, [(0, 63, 1 << 40), (64, 64, 0)])
+EVERY = [
+    *RECORDS,
+    TOTALS,
+    NodeSample(1, 50.0, 8, 0.5, 1, 2, 3, 4, 5, None, [GPU]),
+    NodeSample(2, *[None] * 9),
+]
 
 
 def test_every_kind_is_tried_here_and_has_names_of_its_own() -> None:

@@ -21,6 +21,7 @@ from traceml_ray.reports.answers import QUESTIONS, Answers
 from traceml_ray.signals.check.view import GetCheck
 from traceml_ray.signals.collectives.view import GetCollectives
 from traceml_ray.signals.experts.view import GetExperts
+from traceml_ray.signals.goodput.view import GetGoodput
 from traceml_ray.signals.layers.view import GetLayers
 from traceml_ray.signals.logged.view import GetLogged
 from traceml_ray.signals.memory.view import GetMemory
@@ -69,6 +70,7 @@ def questions(run: str | None, processes: tuple[int, ...] = (1, 3)) -> list[quer
         query.GetMemorySamples(processes, 4, 3 * SECOND),
         query.GetBusy(run, (1, 2, 9), 50), query.GetRankSteps(run, 1, 100), query.GetRankSteps(run, 99, 100),
         query.GetCell(run, 1, 5, 9), query.GetCell(run, 99, 5, 9), query.GetSpans(run, 1, 0, 30),
+        GetGoodput(run),
         GetThroughput(run), GetThroughput(run, whole=False), GetThroughput(run, whole=True),
         query.GetRankTimes(run), query.GetRankTimes(run, whole=True), query.GetStepSample(run),
         query.GetRankTimes(run, first=10, last=30), query.GetTimes(run, first=10, last=30),

@@ -28,6 +28,7 @@ import msgspec
 from traceml_ray import __version__
 from traceml_ray import identity as identities
 from traceml_ray.agent import stacks
+from traceml_ray.agent.activity import Activity
 from traceml_ray.agent.capture import CaptureAgent
 from traceml_ray.agent.channel import Channel
 from traceml_ray.agent.device_use import DeviceUse
@@ -142,6 +143,7 @@ class RankAgent:
         self._early = EarlyCopy(spool, settings.agent_buffer_bytes)
         self._seq = self._dropped = 0
         self._dumped: set[codec.Value] = set()
+        self._activity = Activity()
         self._began_ns = time.monotonic_ns()
         self._cpu_ns = 0
         self.ended_in: int | None = None
@@ -252,6 +254,7 @@ class RankAgent:
         for name, collector in self.collectors.items():
             self.guard(name, functools.partial(self._collect, collector, final))
         self.guard("profile", self.captures.tick)
+        self.guard("activity", self._look)
         while self._enqueue(final):
             pass
         self._exchange()
@@ -398,9 +401,13 @@ class RankAgent:
             self.guard("command", functools.partial(handler.handle_command, command))
             self.guard("command", functools.partial(self._collect, handler, False))
         event = stacks.event(self.recorder.owner, self._open_stage(), str(asked))
+        event.data["still_s"] = self._activity.still_s
         if command.name == "where":
             event = msgspec.structs.replace(event, kind="standing", message="")
         self.unsent.events.append(event)
+
+    def _look(self) -> None:
+        self._activity.look(self.recorder.owner, self.recorder.open_stage().elapsed_ns)
 
     def _is_meant(self, command: wire.Command) -> bool:
         """Return whether a command about a profile, or about layers, is for this rank process."""

@@ -40,7 +40,7 @@ def event(owner: int | None, opened: wire.OpenStage, dump: str) -> wire.Event:
     `data` has `dump` (the id of the request), `where` the training thread is in the user's code (`evaluate
     (train.py:88)`), and, if it waits in torch.distributed, the `call` in which it waits.
     """
-    frames = _current_frames()
+    frames = current_frames()
     frames.pop(threading.get_ident(), None)
     # `threading.enumerate` is not used: it takes a lock that may never be released.
     known = {ident: thread.name for ident, thread in dict(vars(threading).get("_active", {})).items()}
@@ -58,7 +58,7 @@ def event(owner: int | None, opened: wire.OpenStage, dump: str) -> wire.Event:
     return wire.Event("stacks", time.time_ns(), opened.step, opened.stage, _bounded(text), data)
 
 
-def _current_frames() -> dict[int, FrameType]:
+def current_frames() -> dict[int, FrameType]:
     """
     Return the frame of each thread, without a garbage collection in between.
 

@@ -32,6 +32,12 @@ one long step (a validation), which the first has just finished.
 """
 
 
+BUSY_S = 3.0
+"""Time since the training thread of a rank was last found to do something up to which it is busy, in s."""
+MAX_BUSY_S = 600.0
+"""Time without progress after which a rank that is busy hangs all the same, in s: it may repeat for ever."""
+
+
 @dataclass(frozen=True)
 class RankPosition:
     """
@@ -40,7 +46,8 @@ class RankPosition:
     `elapsed_s` is the time since the rank entered `stage`. `span` is the open span inside the stage, entered
     `span_s` ago. `silent_s` is the time for which its agent has not answered although its process exists;
     `state` is then the process's state in the kernel. If the agent answers, it adds `where` the rank is in
-    the user's code, the `call` of torch.distributed it is in, and its whole `stack`.
+    the user's code, the `call` of torch.distributed it is in, its whole `stack`, and the time `still_s` since
+    its training thread was last found to do something.
     """
 
     rank: int
@@ -59,6 +66,7 @@ class RankPosition:
     pending: str | None = None
     pending_seq: int | None = None
     pending_s: float = 0.0
+    still_s: float | None = None
 
     @property
     def waits(self) -> bool:
@@ -79,9 +87,10 @@ class RankPosition:
 
     @property
     def stalled(self) -> bool:
-        """Whether the rank is known to be busy between two steps."""
+        """Whether the rank is known to be busy: in a known part between two steps, or its thread moves."""
         at_work = self.silent_s is None and not self.ended and not self.waits
-        return at_work and self.stage == POST_SYNC and self.span is not None
+        known = self.stage == POST_SYNC and self.span is not None
+        return at_work and (known or (self.still_s is not None and self.still_s < BUSY_S))
 
     @property
     def key(self) -> tuple[int, int]:
@@ -105,7 +114,7 @@ def find(places: Sequence[RankPosition], quiet_s: float) -> Verdict | None:
     ranks = {place.rank for place in blocking}
     others = [place for place in answering if place.rank not in ranks]
     first = blocking[0] if blocking else None
-    stalled = first is not None and first.stalled
+    stalled = quiet_s < MAX_BUSY_S and first is not None and all(place.stalled for place in blocking)
     known = first is not None and not first.ended and first.silent_s is None
     step = first.step if first and known else min(place.step for place in waiting or places)
     stage = None if first is None or first.ended else STAGES[first.stage]
@@ -282,7 +291,8 @@ def _next(blocking: Sequence[RankPosition], stalled: bool) -> str:
             f"{who} skipped one or called an additional one."
         )
     if stalled:
-        return f"Look at what `{blocking[0].span}` waits for. The job continues when it ends."
+        ends = f"`{blocking[0].span}` ends" if blocking[0].span else f"{who} is done"
+        return f"The job continues when {ends}."
     return f"Look at the stack of {who}: the others wait for what it is doing there."
 
 

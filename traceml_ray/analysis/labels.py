@@ -83,9 +83,10 @@ LABELS: dict[Label, Meaning] = {
         "No rank has closed a step for 20 s. The least advanced rank, or one that does not answer, is named, "
         "with its stack and the call that the others wait in.",
         "Look at the rank that is named; without one, at the network.", at_once=True),
-    "stalled": Meaning("failure", "ranks",
-        "As `hang`, but the rank is busy in a known span between two steps, which is named.",
-        "Look at what the span waits for.", at_once=True),
+    "stalled": Meaning("watching", "ranks",
+        "No rank has closed a step for 20 s, because the others wait for a rank that is busy: in a known "
+        "span between two steps, or its training thread moves. It becomes a `hang` after 10 minutes.",
+        "Wait. If it should not take so long, look at what the rank does.", at_once=True),
     "rank_lost": Meaning("failure", "ranks",
         "A rank died: which one, at which step, in which stage, and how.",
         "Read the rank's own output.", at_once=True),

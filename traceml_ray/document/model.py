@@ -208,6 +208,40 @@ class Bars(NamedTuple):
     table: Table
 
 
+class Segment(NamedTuple):
+    """A part of a strip: where it begins and how long it is, in the unit of its strip."""
+
+    name: str
+    """Name of its colour in the legend."""
+    base: float
+    width: float
+    colour: str
+    title: str
+    """Text for a person who points at it."""
+
+
+class Strip(NamedTuple):
+    """A horizontal bar, divided into segments."""
+
+    name: str
+    segments: Sequence[Segment]
+    length: float
+    """Length of the whole bar, in the unit of the segments."""
+    ends: tuple[str, str] = ("", "")
+    """Texts below its begin and its end."""
+
+
+class Strips(NamedTuple):
+    """Strips, one below the other, with a common legend. Their numbers are in a table beside them."""
+
+    label: str
+    strips: Sequence[Strip]
+
+    def legend(self) -> dict[str, str]:
+        """Return the colour of each name, in the order of the segments."""
+        return {part.name: part.colour for strip in self.strips for part in strip.segments}
+
+
 class Boxes(NamedTuple):
     """Nested boxes. Each is above the boxes inside it."""
 
@@ -240,7 +274,7 @@ class Overlay(NamedTuple):
     """Whether the scale begins at 0."""
 
 
-Drawing = StepChart | Heat | Bars | Boxes | Overlay
+Drawing = StepChart | Heat | Bars | Strips | Boxes | Overlay
 Block = Facts | Table | Lines | Drawing
 """A block of a section. A renderer that cannot draw leaves out drawings."""
 

@@ -32,6 +32,7 @@ from traceml_ray.document.model import (
     OverlaidLine,
     Overlay,
     StepChart,
+    Strips,
     Table,
 )
 
@@ -56,6 +57,8 @@ def drawn(block: Drawing) -> Markup:
         return _heatmap(block)
     if isinstance(block, Overlay):
         return _overlay(block)
+    if isinstance(block, Strips):
+        return _strips(block)
     return _bars(block) if isinstance(block, Bars) else _icicle(block)
 
 
@@ -104,6 +107,25 @@ def _bars(block: Bars) -> Markup:
     shown = tag("table", tag("caption", block.label, cls="unseen"), tag("tbody", rows), cls="waterfall")
     note = tag("p", block.table.note, cls="hint") if block.table.note else None
     return join(note, shown, _numbers(block.table._replace(note="")))
+
+
+def _strips(block: Strips) -> Markup:
+    """Return strips with their legend. Hovering shows the text of a segment."""
+    rows = []
+    for strip in block.strips:
+        room = strip.length or 1.0
+        shapes = [
+            tag("rect", tag("title", part.title), x=_figure(WIDTH * part.base / room), y=0, height=22,
+                width=_figure(WIDTH * part.width / room), fill=part.colour)
+            for part in strip.segments
+        ]  # fmt: skip
+        svg = tag(
+            "svg", shapes, viewBox=f"0 0 {WIDTH} 22", preserveAspectRatio="none", role="img",
+            aria_label=strip.name,
+        )  # fmt: skip
+        ends = tag("div", (tag("span", end) for end in strip.ends), cls="ends") if any(strip.ends) else None
+        rows.append(tag("div", tag("h4", strip.name), svg, ends, cls="strip"))
+    return join(_legend(block.legend()), tag("div", rows, cls="strips"))
 
 
 def kpis(numbers: Sequence[Number]) -> Markup:

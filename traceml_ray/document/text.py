@@ -18,6 +18,7 @@ from traceml_ray.document.model import (
     Overlay,
     Section,
     StepChart,
+    Strips,
     Table,
 )
 from traceml_ray.text import one_line
@@ -61,7 +62,7 @@ def laid_out(block: Block | Sequence[str], *, wrapped: bool = True) -> Sequence[
         return _marked(block)
     if isinstance(block, Table):
         return _table(block, wrapped)
-    return [] if isinstance(block, StepChart | Heat | Bars | Boxes | Overlay) else block
+    return [] if isinstance(block, StepChart | Heat | Bars | Strips | Boxes | Overlay) else block
 
 
 def blocks_of(section: Section) -> list[Block | Sequence[str]]:

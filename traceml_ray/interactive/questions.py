@@ -30,6 +30,8 @@ from traceml_ray.signals.check.view import GetCheck
 from traceml_ray.signals.collectives.judge import CollectiveTimes
 from traceml_ray.signals.collectives.view import GetCollectives
 from traceml_ray.signals.finding import Finding
+from traceml_ray.signals.goodput.answer import Goodput
+from traceml_ray.signals.goodput.view import GetGoodput
 from traceml_ray.signals.layers.judge import Layers
 from traceml_ray.signals.layers.view import GetLayers
 from traceml_ray.signals.logged.judge import LoggedMetric
@@ -219,6 +221,14 @@ class SessionQuestions:
         """
         read_whole(self._ask, run, live=True)
         return self._ask(GetThroughput(run))
+
+    def goodput(self, run: str | None = None) -> Goodput:
+        """
+        Return where the time of all ranks of the run went, over all its attempts: productive steps, and all
+        that is not. `seconds` adds up to `rank_s`. `why` gives the reason for each value that is not known.
+        """
+        read_whole(self._ask, run, live=True)
+        return self._ask(GetGoodput(run))
 
     def output(self, rank: int, most: int = 40, run: str | None = None) -> LastOutput:
         """Return the last printed lines of a rank: `most` lines of stdout and as many of stderr."""

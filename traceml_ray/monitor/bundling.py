@@ -288,7 +288,9 @@ class Bundling:
             self.incidents.note(cause)
 
     def hung(self, run: str, verdict: Verdict) -> None:
-        """Add the verdict on a hang. Called each time that the verdict is given."""
+        """Add the verdict on a hang, each time that it is given. A rank that is busy is no hang."""
+        if verdict.label != "hang":
+            return
         began_ns, named = verdict.began_ns or self.clock(), [*verdict.ranks, None]
         cause = BundleCause(
             *("hang", began_ns, verdict.why, run),

@@ -75,7 +75,7 @@ class HangWatch:
         since = self.clock() - int(ASK_S * 1e9)
         asking = [(run, hang) for run, hang in self._hangs.items() if hang.found_ns > since]
         return [
-            wire.Command("where" if hang.verdict is None else "dump", {"id": hang.name, "run": run})
+            wire.Command("dump" if hang.proven else "where", {"id": hang.name, "run": run})
             for run, hang in asking
         ]
 
@@ -114,9 +114,10 @@ class HangWatch:
         finding = find(places, quiet_s) if began else None
         mismatch = self.reports.mismatch(asked, hang.prefix, finding is not None and finding.label == "hang")
         finding = with_mismatch(finding, mismatch, places, quiet_s)
-        if hang.verdict is None and (finding is not None or hang.doubts_again(now)):
+        proven = finding is not None and finding.label == "hang"
+        if not hang.proven and (proven or hang.doubts_again(now)):
             hang.found_ns, hang.ended, hang.rounds = now, ended, hang.rounds + 1
-        if finding is not None and not _same(finding, hang.verdict):
+        if finding is not None and not _same(finding, hang.verdict) and (proven or not hang.proven):
             hang.verdict = msgspec.structs.replace(finding, began_ns=last_ns)
         return hang.verdict
 
@@ -181,6 +182,7 @@ class HangWatch:
                     pending=pending,
                     pending_seq=number,
                     pending_s=pending_s,
+                    still_s=data.get("still_s"),
                 )
             )
         return places
@@ -200,11 +202,10 @@ class HangWatch:
         asked = []
         for rank, process in ranks.items():
             answer = hang.answers.get(process.id)
-            if process.ended or (answer is not None and "state" not in answer.data):
+            if process.final or (answer is not None and not process.ended and "state" not in answer.data):
                 data = answer.data if answer is not None and not process.ended else {}
-                ending = "" if process.exit_code is None else f"exit code {process.exit_code}"
                 place = data.get("where"), data.get("call")
-                asked.append(AnsweringRank(rank, process.id, *place, process.ended, ending))
+                asked.append(AnsweringRank(rank, process.id, *place, process.final))
         return asked
 
     def _unreachable(self, process: RankProcess, now: int) -> bool:
@@ -233,7 +234,12 @@ class _Hang:
     @property
     def name(self) -> str:
         """Id of the commands; the same after a restart of the aggregator."""
-        return self.prefix if self.verdict is not None else f"{self.prefix}?{self.rounds}"
+        return self.prefix if self.proven else f"{self.prefix}?{self.rounds}"
+
+    @property
+    def proven(self) -> bool:
+        """Whether it is a hang. Otherwise ranks may be busy."""
+        return self.verdict is not None and self.verdict.label == "hang"
 
     @property
     def prefix(self) -> str:

@@ -16,8 +16,8 @@ from traceml_ray.importers import v1
 from traceml_ray.monitor import rank_connections
 from traceml_ray.monitor.bulk import TraceSender
 from traceml_ray.monitor.outbox import Outbox
-from traceml_ray.monitor.output_files import OutputFiles
 from traceml_ray.monitor.rank_connections import RankConnection
+from traceml_ray.monitor.rank_files import RankFiles
 from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import Count, Name, Part, ready
@@ -66,7 +66,7 @@ class RankIntake:
     Args:
         node: this machine.
         outbox: receives the batches.
-        output: reads the files into which the processes print.
+        files: reads the files that the processes write.
         traces: sends the traces that they leave in files.
         errors: counts refused messages.
         watch: returns the watched process of a pid that calls instead of connecting.
@@ -79,7 +79,7 @@ class RankIntake:
 
     node: wire.NodeIdentity
     outbox: Outbox
-    output: OutputFiles
+    files: RankFiles
     traces: TraceSender
     errors: Errors
     watch: Callable[[int], RankConnection]
@@ -153,14 +153,14 @@ class RankIntake:
         if process.pid is None and pid:
             process.pid, process.memory_events = pid, rank_connections.memory_events(pid)
             process.oom_kills = rank_connections.oom_kills(process.memory_events)
-            self.output.follow(batch.process_id, pid)
+            self.files.follow(batch.process_id, pid)
         if batch.seq > process.seq:
             self.outbox.add(batch.process_id, batch.seq, len(batch.flags), data)
             process.seq, process.final = batch.seq, batch.final
             if batch.capture is not None:
                 self.traces.offer(batch.process_id, batch.capture)
             if batch.final:
-                self.output.poll_soon()  # its last output is there, and soon nobody waits for it
+                self.files.poll_soon()  # its last output is there, and soon nobody waits for it
         settled = self.outbox.stored.get(batch.process_id, -1)
         rank = batch.identity
         run = rank.job_id if rank is not None and rank.global_rank == 0 else ""
@@ -200,7 +200,7 @@ class RankIntake:
         """Forget the rank processes of an ended process. Those without a final batch are reported as lost."""
         self._v1.forget(peer.pid)
         for name in peer.processes:
-            self.output.ended(name)
+            self.files.ended(name)
             self.traces.process_ended(name)
             process = self._processes.get(name)
             if process is None or (self.spool is not None and (self.spool / f"{name}{SUFFIX}").exists()):
@@ -253,7 +253,7 @@ class RankIntake:
         return len(self._processes) < MAX_PROCESSES
 
     def _forget(self, name: str) -> None:
-        self.output.ended(name)
+        self.files.ended(name)
         del self._processes[name]
         self.outbox.stored.pop(name, None)
 

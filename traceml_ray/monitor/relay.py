@@ -32,8 +32,10 @@ from traceml_ray.monitor.outbox import WAITING, AggregatorLink, Outbox, Transpor
 from traceml_ray.monitor.output_files import OutputFiles
 from traceml_ray.monitor.private_folders import spooled
 from traceml_ray.monitor.rank_connections import RankConnection, RankConnections
+from traceml_ray.monitor.rank_files import RankFiles
 from traceml_ray.monitor.rank_intake import RankIntake
 from traceml_ray.settings import Settings
+from traceml_ray.signals.collectives.inspector import InspectorFiles
 from traceml_ray.signals.kinds import encoded
 from traceml_ray.signals.nodes.records import NODE, NodeSample
 from traceml_ray.signals.nodes.sampler import SamplerThread, xid_events
@@ -167,12 +169,12 @@ class RelayCore:
         self._errors = Errors(debug=settings.debug)
         self._path = path
         self._outbox = Outbox(settings.relay_buffer_bytes)
-        self._output = OutputFiles(settings.output_lines, wall)
+        self._files = RankFiles([OutputFiles(settings.output_lines, wall), InspectorFiles(clock)])
         self._traces = TraceSender(transport, spool, clock)
         self._intake = RankIntake(
             node,
             self._outbox,
-            self._output,
+            self._files,
             self._traces,
             self._errors,
             lambda pid: self._connections.caller(pid),
@@ -198,7 +200,7 @@ class RelayCore:
     def start(self) -> None:
         """Run in a new thread until the relay ends itself or is closed."""
         threading.Thread(target=self._run, name="traceml-relay", daemon=True).start()
-        self._output.start()
+        self._files.start()
 
     def _run(self) -> None:
         while not self.stopped:
@@ -293,7 +295,7 @@ class RelayCore:
             self._closed = True
             remove([self._path])
             self._connections.close()
-            self._output.close()
+            self._files.close()
             self._traces.close()
             if self._has_own_folder:
                 private_folders.remove_if_empty(self._path.parent)  # unless the folder holds rows
@@ -357,8 +359,8 @@ class RelayCore:
         """Whether there is anything to pack except a sample."""
         outbox, intake = self._outbox, self._intake
         content = outbox.waiting or outbox.drops_to_report or intake.lost or intake.events or intake.requests
-        printed = self._output.waiting
-        return bool(content or printed or sum(errors.total() for errors in self._counted()) != self._reported)
+        counted = sum(errors.total() for errors in self._counted())
+        return bool(content or self._files.waiting or counted != self._reported)
 
     def _counted(self) -> list[Counter[str]]:
         return [
@@ -366,7 +368,7 @@ class RelayCore:
             self._sampler.errors,
             self._connections.errors,
             self._outbox.lost,
-            self._output.errors,
+            *self._files.errors,
             self._traces.errors,
         ]
 
@@ -375,7 +377,7 @@ class RelayCore:
 
     def _pack(self, sample: NodeSample | None) -> None:
         intake, counted = self._intake, self._counted()
-        printed = self._output.drain()
+        read = self._files.drain()
         intake.begin_round()
         self._reported = sum(errors.total() for errors in counted)
         lost, intake.lost = intake.lost[:_MOST], intake.lost[_MOST:]
@@ -395,7 +397,7 @@ class RelayCore:
             lost=lost,
             events=events + [cause for errors in self._noting() for cause in errors.causes()],
             errors={name: n for errors in counted for name, n in errors.items()},
-            of_ranks={name: encoded(output) for name, output in printed.items()},
+            of_ranks={name: encoded(records) for name, records in read.items()},
             requests=requests,
         )
         self._outbox.pack(codec.encode(message))
@@ -410,7 +412,7 @@ class RelayCore:
         """
         files = self._spool.read()
         if leaving:
-            self._output.read_once_more(LAST_LOOK_S)
+            self._files.read_once_more(LAST_LOOK_S)
             try:
                 files += self._spool.salvage()
             except OSError as error:  # no room: it may still be stored by the aggregator

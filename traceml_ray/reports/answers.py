@@ -33,6 +33,7 @@ from traceml_ray.store.rank_processes import (
     current_ranks,
     is_over,
     newest,
+    of_run,
     run_names,
     world_size,
 )
@@ -268,19 +269,22 @@ class Answers:
         view, over = OF_QUESTION[type(asked)], self._over(asked.run)
         live = None if over else self._judged_live(asked)
         with self._file(asked.run) as file:
+            read = self._records.besides(view, file)
+            processes = of_run(self._known()[0], asked.run) if view.of_steps else ()
             self._records.read(file, view.states)  # before the history is held: nobody waits for the disk
             if not view.of_steps:
                 ranks = file.ranks()
                 world = world_size(ranks, file.meta().get("world_size"))
                 with self._records.lock if view.states else nullcontext():
-                    run = Run(file, self._records, None, ranks, world, over, over, live=live)
+                    run = Run(file, self._records, None, ranks, world, over, over, read=read, live=live)
                     return view.answer(run, asked)
             with self._history(asked.run, False) as steps, self._records.lock:
                 ended = bool(steps.ranks) and all(process.ended for process in steps.ranks.values())
                 whole, over = over, over or ended
                 run = Run(
-                    file, self._records, steps.history, steps.ranks, steps.world, over, whole, live=live
-                )
+                    file, self._records, steps.history, steps.ranks, steps.world, over, whole,
+                    processes=processes, read=read, live=live,
+                )  # fmt: skip
                 return view.answer(run, asked)
 
     def _reported(self, run: str | None) -> Summary:

@@ -140,12 +140,15 @@ def _signals(
     records = Records()
     over = facts.fact("status") not in ("running", None)
     steps = history if history is not None and history.ranks else None
-    run = Run(facts.session, records, steps, facts.ranks, facts.world_size, over, True, failed)
+    run = Run(
+        facts.session, records, steps, facts.ranks, facts.world_size, over, True, failed, facts.processes
+    )
     answers = {}
     for name, view in VIEWS.items():
         key = name, frozenset(process.id for process in failed.values())
         if view.of_steps or key not in known:
             records.read(facts.session, view.states)
+            run = dataclasses.replace(run, read=records.besides(view, facts.session))
             known[key] = view.answer(run, view.question(facts.run.get("id")))
         answers[name] = known[key]
     return answers

@@ -11,6 +11,7 @@ from traceml_ray.signals.check.records import CHECKS
 from traceml_ray.signals.collectives.records import CALLS, LAST_CALLS
 from traceml_ray.signals.experts.records import EXPERTS
 from traceml_ray.signals.goodput.records import LIFE, LIFECYCLE
+from traceml_ray.signals.goodput.totals import TOTALS
 from traceml_ray.signals.kind import Kind
 from traceml_ray.signals.layers.records import LAYERS
 from traceml_ray.signals.logged.records import LOGGED
@@ -25,7 +26,7 @@ KINDS: dict[str, Kind[Any]] = {
     kind.name: kind
     for kind in (
         *(LAST_CALLS, MEMORY, WORK, SIZES, OUTPUT, LAYERS, EXPERTS, SHARDING, LOGGED),
-        *(CALLS, LIFECYCLE, LIFE, CHECKS, NODE),
+        *(CALLS, LIFECYCLE, LIFE, TOTALS, CHECKS, NODE),
     )
 }
 """Kinds of records by name, in the order in which they get space in a batch."""

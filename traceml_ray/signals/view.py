@@ -39,6 +39,7 @@ class Records:
     def __init__(self) -> None:
         self._states: dict[str, State] = {}
         self._cursors: dict[str, int] = {}
+        self._read: dict[tuple[str, str | None], Any] = {}
         self._reading = Lock()
         self.lock = Lock()
         """Held while a state is changed or used; never while the file is read."""
@@ -54,6 +55,15 @@ class Records:
                         state.add(process, record)
                         self._cursors[kind.name] = cursor
         return self
+
+    def besides(self, view: View[Any], file: SessionFile) -> Any:
+        """Return what a view reads of the run of `file` besides records. Raises `SessionFileError`."""
+        with self._reading:
+            known = self._read.get((view.name, file.run))
+            read = view.read(file, known)
+            if read is not None:
+                self._read[view.name, file.run] = read
+            return read
 
     def of(self, kind: Kind[Any], state: type[_S]) -> _S:
         """Return the state of a kind at the last reading."""
@@ -80,6 +90,10 @@ class Run:
     """Whether questions without a range cover all steps instead of the newest."""
     failed: Mapping[int, RankProcess] = field(default_factory=dict)
     """Ranks that a failure names first, with the process that failed. Only a report knows them."""
+    processes: Sequence[RankProcess] = ()
+    """All rank processes of the run, of all attempts."""
+    read: Any = None
+    """What the view has read besides records, see `View.read`."""
     live: Any = None
     """Current result of the signal's live judge. None: the result comes from the records."""
 
@@ -115,6 +129,17 @@ class View(Generic[A]):
     Name of the page of the web app, and of the pane of `top`, that shows it: the page of all signals, or its
     own.
     """
+
+    def read(self, file: SessionFile, before: Any) -> Any:
+        """
+        Return what it needs of the file besides records, read before the step history is locked. Raises
+        `SessionFileError`.
+
+        Args:
+            file: reads the run.
+            before: what it returned the last time for this run; None: this is the first time.
+        """
+        return None
 
     def answer(self, run: Run, asked: Any) -> A:
         """Return the answer to a question. Raises `SessionFileError`."""

@@ -14,6 +14,7 @@ from traceml_ray.signals.check.view import CheckView
 from traceml_ray.signals.collectives.view import CollectivesView
 from traceml_ray.signals.experts.view import ExpertsView
 from traceml_ray.signals.finding import Finding, OnSteps, listed, of_machine, of_verdict
+from traceml_ray.signals.goodput.view import GoodputView
 from traceml_ray.signals.layers.view import LayersView
 from traceml_ray.signals.logged.view import LoggedView
 from traceml_ray.signals.memory.view import MemoryView
@@ -26,7 +27,15 @@ from traceml_ray.store.query import OfRun
 from traceml_ray.store.summary_shape import Summary
 
 _ALL = (
-    *(MemoryView(), ThroughputView(), ShardingView(), LayersView(), ExpertsView(), OutputView()),
+    *(
+        MemoryView(),
+        ThroughputView(),
+        GoodputView(),
+        ShardingView(),
+        LayersView(),
+        ExpertsView(),
+        OutputView(),
+    ),
     NodesView(),
     LoggedView(),
     CollectivesView(),

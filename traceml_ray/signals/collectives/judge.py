@@ -126,21 +126,17 @@ def bus_factor(op: str, ranks: int) -> float | None:
 
 def collective_times(records: Iterable[OfRank]) -> CollectiveTimes:
     """Return the kinds of collectives of a run from the records of its ranks."""
-    by_group: dict[tuple[Source, str, str, int, int | None, str], list[OfRank]] = {}
+    by_group: dict[tuple[Source, str, str, int, int | None, str], dict[int, OfRank]] = {}
     for one in records:
-        record = one.record
-        key = (
-            record.source,
-            record.op,
-            record.process_group,
-            record.size_bits,
-            record.group_size,
-            record.description,
-        )
-        by_group.setdefault(key, []).append(one)
+        calls = one.record
+        common = calls.source, calls.op, calls.process_group, calls.size_bits
+        members = by_group.setdefault((*common, calls.group_size, calls.description), {})
+        before = members.get(one.rank)  # of a relay that was restarted
+        if before is None or before.record.calls < calls.calls:
+            members[one.rank] = one
     kinds: dict[tuple[Any, ...], list[_Group]] = {}
-    for (source, op, name, bits, size, _), members in by_group.items():
-        group = _Group(op, name, size, members)
+    for (source, op, name, bits, size, _), of_rank in by_group.items():
+        group = _Group(op, name, size, [*of_rank.values()])
         kinds.setdefault((source, op, bits, size, group.nodes), []).append(group)
     known = [_kind(groups) for groups in kinds.values()]
     measured = {_same_calls(kind) for kind in known if kind.source == "inspector"}

@@ -27,8 +27,7 @@ class AnsweringRank:
     call: str | None
     """Function of torch.distributed that it waits in. None: in none, or not known."""
     ended: bool
-    ending: str = ""
-    """How its process ended, for a person."""
+    """Whether its process has sent its last batch."""
 
 
 class CollectiveReports:
@@ -92,7 +91,6 @@ class CollectiveReports:
                 where=one.where,
                 call=one.call,
                 ended=one.ended,
-                ending=one.ending,
             )
 
     def _of(self, process: int, asked: str) -> CollectivesReport | None:

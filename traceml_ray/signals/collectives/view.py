@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from traceml_ray import text
-from traceml_ray.document.model import Column, Gauge, Number, Section, Table
+from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.document.model import Column, Facts, Gauge, Number, Section, Table
 from traceml_ray.signals.collectives.judge import (
     FEW_CALLS,
     NOT_BETWEEN_ALL,
@@ -20,7 +21,9 @@ from traceml_ray.signals.collectives.judge import (
     OfRank,
     collective_times,
 )
-from traceml_ray.signals.collectives.records import CALLS
+from traceml_ray.signals.collectives.match import Mismatch, match
+from traceml_ray.signals.collectives.records import CALLS, LAST_CALLS
+from traceml_ray.signals.collectives.reported import collectives_of
 from traceml_ray.signals.finding import Finding, OnSteps, key_of, known
 from traceml_ray.signals.view import SLOW_RANKS, Run, View
 from traceml_ray.store.query import OfRun
@@ -54,11 +57,16 @@ class CollectivesView(View[CollectiveTimes]):
         """Return the kinds of collectives that the ranks have called."""
         rank_of = {process.id: rank for rank, process in run.ranks.items()}
         records = run.file.records_of(CALLS, [*rank_of])
-        return collective_times(
+        times = collective_times(
             OfRank(rank_of[process], _node(run.ranks[rank_of[process]]), record)
             for process, several in records.items()
             for record in several
         )
+        return msgspec.structs.replace(times, mismatch=_mismatch(run))
+
+    def cause(self, death: Verdict, answer: CollectiveTimes) -> str:
+        """Return which call differs between the ranks, or which rank ended while others waited for it."""
+        return answer.mismatch.why if answer.mismatch is not None else ""
 
     def findings(
         self, answer: CollectiveTimes, steps: Sequence[Finding], verdict: OnSteps | None
@@ -83,15 +91,39 @@ class CollectivesView(View[CollectiveTimes]):
         return msgspec.convert(block, CollectiveTimes)
 
     def sections(self, answer: CollectiveTimes) -> Sequence[Section]:
-        """Return a table of the kinds, and the bandwidth of the kind that moves the most bytes."""
+        """
+        Return the call that does not match, a table of the kinds, and the bandwidth of the kind that moves
+        the most bytes.
+        """
+        mismatch = [_of_mismatch(answer.mismatch)] if answer.mismatch is not None else []
         if not answer.kinds:
-            return []
+            return mismatch
         rows = answer.kinds[:_ROWS]
         left = len(answer.kinds) - len(rows)
         note = _NOTE + f"; {text.count(left, 'more kind')} with fewer bytes" * (left > 0)
         title = "Collectives (median call)"
         table = Table(title, _COLUMNS, rows, note, spare=("nodes", "GB/s", "a step", "measured"))
-        return [Section("tables", [table], numbers=[*_numbers(answer)], gauges=_gauges(answer))]
+        times = Section("tables", [table], numbers=[*_numbers(answer)], gauges=_gauges(answer))
+        return [*mismatch, times]
+
+
+def _mismatch(run: Run) -> Mismatch | None:
+    """
+    Return the first call that cannot match, in what the ranks reported last. None: there is none. A rank that
+    ended without a report is known to have made no further call only if it ended normally.
+    """
+    reports = run.file.records_of(LAST_CALLS, [process.id for process in run.ranks.values()])
+    known = (
+        collectives_of(reports[process.id][-1] if process.id in reports else None, rank, ended=process.final)
+        for rank, process in sorted(run.ranks.items())
+        if process.id in reports or process.final
+    )
+    mismatch = match(known) if reports else None
+    return mismatch if mismatch is not None and mismatch.proven else None
+
+
+def _of_mismatch(mismatch: Mismatch) -> Section:
+    return Section("failure", [Facts.listed("collectives", [mismatch.why, mismatch.next])])
 
 
 def _node(process: RankProcess) -> str | None:

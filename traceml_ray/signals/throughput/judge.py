@@ -315,8 +315,7 @@ def throughput(
             numbers |= {f"{name}_per_step": total, f"{name}_per_s": total / step_s}
     facts = {rank: work.facts.get(processes[rank], {}) for rank in ranks}
     numbers |= _flops(facts, history, world, step_s, numbers["why"], missing)
-    numbers["total_steps"] = steps = _most(work.get("total_steps") for work in facts.values())
-    numbers["eta_s"] = None if over or steps is None else _left_s(history, steps)
+    numbers["total_steps"], numbers["eta_s"] = time_left(history, work, processes, over)
     own_of = {
         name: np.array(counted_processes)[places].tolist()
         for name, places in counted.items()
@@ -429,6 +428,25 @@ def _same(facts: Mapping[int, Mapping[str, Any]], name: str) -> Any:
     """Return the value that all ranks which report it agree on. None if they differ."""
     values = {work[name] for work in facts.values() if work.get(name) is not None}
     return values.pop() if len(values) == 1 else None
+
+
+def time_left(
+    history: StepHistory | None, work: WorkHistory, processes: Mapping[int, int], over: bool
+) -> tuple[int | None, float | None]:
+    """
+    Return the number of steps of the whole run, and the time in s that the remaining steps will take. None:
+    not known, or the run is over.
+
+    Args:
+        history: the steps of the run; None: it has none.
+        work: what its rank processes were trained on.
+        processes: the rank process of each rank.
+        over: whether the run is over.
+    """
+    steps = _most(work.facts.get(process, {}).get("total_steps") for process in processes.values())
+    if over or steps is None or history is None or not history.ranks:
+        return steps, None
+    return steps, _left_s(history, steps)
 
 
 def _left_s(history: StepHistory, total: int) -> float:

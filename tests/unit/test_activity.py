@@ -1,0 +1,103 @@
+"""Whether the training thread is found to do something, while no step ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from traceml_ray.agent.activity import OPEN_NS, RUNS, Activity
+
+
+class Ticks:
+    """A clock of monotonic seconds that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def thread(work: Callable[[threading.Event], None]) -> Iterator[int]:
+    over = threading.Event()
+    worker = threading.Thread(target=work, args=(over,))
+    worker.start()
+    try:
+        assert worker.ident is not None
+        yield worker.ident
+    finally:
+        over.set()
+        worker.join(60)
+
+
+def wait(over: threading.Event) -> None:
+    over.wait(60)
+
+
+def looks(activity: Activity, clock: Ticks, owner: int, count: int, opened_s: float) -> None:
+    for _ in range(count):
+        clock.now += 0.5
+        opened_s += 0.5
+        activity.look(owner, int(opened_s * 1e9))
+
+
+def test_thread_that_waits_is_still_since_it_entered_its_stage() -> None:
+    clock = Ticks()
+    activity = Activity(clock)
+    assert activity.still_s is None
+    with thread(wait) as owner:
+        time.sleep(0.1)  # it is in its wait
+        looks(activity, clock, owner, 20, 0.0)
+    assert activity.still_s == pytest.approx(10.0)
+
+
+def test_thread_that_works_is_not_still() -> None:
+    def work(over: threading.Event) -> None:
+        while not over.is_set():
+            sorted(range(1000), key=str)
+
+    clock = Ticks()
+    activity = Activity(clock)
+    with thread(work) as owner:
+        for _ in range(60):
+            looks(activity, clock, owner, 1, 20.0)
+            if activity.still_s == 0.0:
+                break
+            time.sleep(0.01)
+    assert activity.still_s == 0.0
+
+
+def test_thread_that_sleeps_between_its_work_is_found_by_how_often_it_slept() -> None:
+    naps = 0
+
+    def nap(over: threading.Event) -> None:
+        nonlocal naps
+        while not over.is_set():
+            time.sleep(0.001)
+            naps += 1
+
+    clock = Ticks()
+    activity = Activity(clock)
+    with thread(nap) as owner:
+        looks(activity, clock, owner, 1, 20.0)
+        before = naps
+        while naps < before + 3 * RUNS:
+            time.sleep(0.01)
+        looks(activity, clock, owner, 1, 20.5)
+    assert activity.still_s == 0.0
+
+
+def test_thread_is_not_looked_at_while_steps_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("traceml_ray.agent.activity.current_frames", refuse)
+    clock = Ticks()
+    activity = Activity(clock)
+    activity.look(None, OPEN_NS)
+    assert activity.still_s == pytest.approx(OPEN_NS / 1e9)

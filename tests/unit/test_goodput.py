@@ -1,0 +1,172 @@
+"""Goodput of played runs: several attempts, live and from the file, on every face."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from lived import Lived
+from played import Played
+from sessions import LIMITS, aggregation
+
+from traceml_ray.reports.answers import Answers
+from traceml_ray.signals.goodput.answer import Goodput
+from traceml_ray.signals.goodput.records import LifeInterval
+from traceml_ray.signals.goodput.view import GetGoodput, GoodputView
+from traceml_ray.store import query
+
+
+def adds_up(answer: Goodput) -> None:
+    assert sum(value or 0.0 for value in answer.seconds.values()) == pytest.approx(answer.rank_s, rel=1e-12)
+    assert min(value for value in answer.seconds.values() if value is not None) >= 0
+    for one in answer.attempts:
+        assert sum(value or 0.0 for value in one.seconds.values()) == pytest.approx(one.rank_s, rel=1e-12)
+    assert sum(one.rank_s for one in answer.attempts) == pytest.approx(answer.rank_s, rel=1e-12)
+
+
+def plain(value: Any) -> Any:
+    """All numbers of an answer, by where they are."""
+    return dict(_numbers("", msgspec.to_builtins(value)))
+
+
+def _numbers(where: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _numbers(f"{where}.{name}", inner)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _numbers(f"{where}[{index}]", inner)
+    else:
+        yield where, value if isinstance(value, (int, float)) else str(value)
+
+
+def both(busy: Lived) -> Goodput:
+    """The answer of the aggregator; that of its file is the same."""
+    answers = Answers(busy.folder, LIMITS)
+    live = query.ask_one(busy.aggregator.query, GetGoodput())
+    stored = query.ask_one(answers.reply, GetGoodput())
+    answers.close()
+    adds_up(live)
+    kept, known = plain(stored), plain(live)
+    assert kept.keys() == known.keys()
+    for where, number in known.items():
+        if isinstance(number, str):
+            assert kept[where] == number, where
+        else:
+            assert kept[where] == pytest.approx(number, rel=1e-6, abs=1e-3), where
+    return live
+
+
+def test_where_the_time_of_one_attempt_went(tmp_path: Path) -> None:
+    busy = Lived(tmp_path / "demo")
+    busy.start()
+    busy.step_on(30)
+    answer = both(busy)
+    of_rank = {name: value / 4 for name, value in answer.seconds.items() if value}
+    assert answer.rank_s == 4 * 36
+    assert (of_rank["startup"], of_rank["preparation"]) == (2, 5)
+    assert of_rank["waiting"] == pytest.approx(29 * 0.2 * 3 / 4, rel=0.05)
+    assert of_rank["data"] == pytest.approx(29 * (0.002 + 0.2 / 4), rel=0.05)
+    assert (answer.why, answer.twice_s) == ({}, 0)
+
+
+def restarted(folder: Path, first_step: int = 12, **at_start: Any) -> Lived:
+    """20 steps with a checkpoint of 3 s by all ranks; killed; 8 s later 10 steps from `first_step` on."""
+    busy = Lived(folder)
+    busy.start()
+    busy.step_on(11)
+    busy.interval("checkpoint_save", 3, (0, 1, 2, 3), step=12)
+    busy.step_on(9)
+    busy.killed()
+    busy.again(1, first_step)
+    busy.intervals = {rank: list(ones) for rank, ones in at_start.get("intervals", {}).items()}
+    busy.step_on(10)
+    return busy
+
+
+def test_a_restart_has_recovery_and_repeated_steps(tmp_path: Path) -> None:
+    answer = both(restarted(tmp_path / "demo"))
+    assert answer.rank_s == 4 * (26 + 8 + 16)
+    assert answer.seconds["recovery"] == 4 * 8
+    assert answer.seconds["checkpoint_save"] == 4 * 3
+    one, two = answer.attempts
+    assert (one.repeated_from, one.repeated_steps, one.recovery_s) == (12, 8, 8)
+    assert (two.repeated_steps, two.recovery_s) == (0, None)
+    assert one.seconds["wasted"] == pytest.approx(4 * 8 * 16 / 19, rel=0.01)  # 3 of 19 s were no steps
+
+
+def test_a_script_without_numbers_is_judged_by_its_checkpoints(tmp_path: Path) -> None:
+    """The next attempt loads one, and begins at step 0: the steps after the last one saved are lost."""
+    loads = LifeInterval(1, "checkpoint_restore", 0, 0, 0, 1)
+    busy = restarted(tmp_path / "demo", 0, intervals={0: [loads]})
+    one = both(busy).attempts[0]
+    assert (one.repeated_from, one.repeated_steps) == (12, 8)
+
+
+def test_what_may_have_been_repeated_is_said_to_be_unknown(tmp_path: Path) -> None:
+    answer = both(restarted(tmp_path / "demo", 0))
+    assert answer.seconds["wasted"] is None
+    assert answer.attempts[0].seconds["wasted"] is None
+    assert "no loading of one was seen" in answer.why["wasted"]
+
+
+def test_an_attempt_without_a_step_was_all_preparation(tmp_path: Path) -> None:
+    busy = restarted(tmp_path / "demo")
+    busy.killed()
+    busy.again(2, 0)
+    busy.play(0)
+    busy.killed()
+    busy.again(3, 22)
+    busy.step_on(5)
+    answer = both(busy)
+    assert [one.steps for one in answer.attempts] == [20, 10, 0, 5]
+    third = {name: value for name, value in answer.attempts[2].seconds.items() if value}
+    assert third == {"startup": 4 * 2, "preparation": 4 * 5, "recovery": 4 * 8}
+    assert answer.attempts[1].repeated_steps == 0
+
+
+def test_a_job_that_shrinks_counts_its_ranks_of_each_attempt(tmp_path: Path) -> None:
+    busy = restarted(tmp_path / "demo")
+    busy.killed()
+    busy.world = 2
+    busy.again(2, 22)
+    busy.step_on(5)
+    answer = both(busy)
+    assert [one.ranks for one in answer.attempts] == [4, 4, 2]
+    assert answer.rank_s == 4 * (26 + 8 + 16 + 8) + 2 * 11
+
+
+def test_a_restarted_aggregator_still_knows_the_attempts_before(tmp_path: Path) -> None:
+    busy = restarted(tmp_path / "demo")
+    before = both(busy)
+    busy.aggregator = aggregation(busy.folder, busy.clock)
+    busy.step_on(1)
+    answer = both(busy)
+    assert answer.attempts[0] == before.attempts[0]
+
+
+def test_the_summary_and_the_ended_session_say_the_same(tmp_path: Path) -> None:
+    busy = restarted(tmp_path / "demo")
+    busy.ended = True
+    busy.interval("evaluation", 1, (2,))
+    busy.play(0)
+    busy.end()
+    answer = both(busy)
+    written = json.loads((busy.folder / "summary.json").read_text())
+    block = GoodputView().of_block(written["goodput"])
+    adds_up(block)
+    assert plain(block).keys() == plain(answer).keys()
+    assert block.seconds == pytest.approx(answer.seconds, rel=1e-6)
+    assert answer.seconds["evaluation"] == 1
+
+
+def test_without_records_of_lives_nothing_is_claimed(tmp_path: Path) -> None:
+    played = Played(tmp_path / "demo")
+    played.play(5)
+    answer = query.ask_one(played.aggregator.query, GetGoodput())
+    assert (answer.rank_s, answer.goodput_pct, answer.seconds) == (0, None, {})
+    assert answer.why["steps"] == "no rank has reported when it was started"
+    assert GoodputView().sections(answer) == ()

@@ -1,0 +1,244 @@
+"""The ledger adds up exactly, whatever ranks report; what is not known stays unknown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from traceml_ray.signals.goodput.ledger import (
+    AFTER,
+    BEFORE,
+    CATEGORIES,
+    DATA,
+    EVALUATION,
+    HANG,
+    IDLE,
+    INSIDE,
+    OTHER,
+    PREPARATION,
+    PRODUCTIVE,
+    RECOVERY,
+    RESTORE,
+    SAVE,
+    STARTUP,
+    UNKNOWN,
+    WAITING,
+    WASTED,
+    Attempt,
+    Balance,
+    Piece,
+    Progress,
+    RankMoments,
+    Repeated,
+    balance,
+    of_parts,
+    repeated,
+    share_from,
+)
+
+S = 1_000_000_000
+
+
+def attempt(
+    *marks: tuple[int, int, int, int],
+    begin: int = 0,
+    end: int = 100,
+    world: int | None = None,
+    rows: tuple[int, int, int] | None = (70, 7, 14),
+    pieces: tuple[tuple[int, int, int], ...] = (),
+    over: bool = True,
+    wasted: float | None = 0.0,
+) -> Attempt:
+    """An attempt of ranks with these moments (attached, first row, newest row, ended), in s."""
+    moments = np.array(marks or ((10, 20, 90, 95),), np.int64).T
+    count = moments.shape[1]
+    explicit = np.stack(
+        [
+            of_parts(
+                [Piece(what, a * S, b * S, (b - a) * S) for what, a, b in pieces],
+                [int(m if m >= 0 else one[3]) * S for m in one],
+            )
+            for one in moments.T
+        ]
+    )
+    sums = [np.full(count, UNKNOWN if rows is None else rows[place] * S, np.int64) for place in range(3)]
+    known = np.where(moments < 0, UNKNOWN, moments * S)
+    table = RankMoments(
+        np.arange(count), *known, over=np.full(count, over), took_ns=sums[0], data_ns=sums[1],
+        waited_ns=sums[2], explicit=explicit,
+    )  # fmt: skip
+    return Attempt(begin * S, end * S, world or count, table, wasted)
+
+
+def seconds(sums: Balance) -> dict[int, float]:
+    """What is not 0, in s."""
+    assert sum(sums.total) == sums.rank_ns
+    return {category: ns / S for category, ns in enumerate(sums.total) if ns}
+
+
+def test_the_time_of_a_rank_is_divided_at_its_moments() -> None:
+    assert seconds(balance(attempt())) == {
+        STARTUP: 10, PREPARATION: 10, DATA: 7, WAITING: 14, PRODUCTIVE: 49, IDLE: 10,
+    }  # fmt: skip
+
+
+def test_intervals_are_taken_out_of_the_part_that_they_are_in() -> None:
+    pieces = (RESTORE, 12, 15), (EVALUATION, 30, 40), (SAVE, 50, 52), (SAVE, 91, 94)
+    sums = seconds(balance(attempt(pieces=pieces)))
+    assert (sums[RESTORE], sums[PREPARATION]) == (3, 7)
+    assert (sums[EVALUATION], sums[SAVE], sums[PRODUCTIVE], sums[IDLE]) == (10, 5, 37, 7)
+
+
+def test_a_hang_is_taken_out_of_the_waiting_of_its_rows_and_not_counted_twice() -> None:
+    sums = seconds(balance(attempt(pieces=((HANG, 60, 75),))))
+    assert (sums[HANG], sums.get(WAITING, 0), sums[PRODUCTIVE]) == (15, 0, 48)
+
+
+def test_a_hang_in_which_the_attempt_ended_lies_after_its_rows() -> None:
+    sums = seconds(balance(attempt((10, 20, 90, 100), over=False, pieces=((HANG, 92, 100),))))
+    assert (sums[HANG], sums[OTHER], sums[PRODUCTIVE]) == (8, 2, 49)
+
+
+def test_time_in_which_rows_are_missing_is_not_known() -> None:
+    sums = seconds(balance(attempt(rows=(60, 7, 14))))
+    assert (sums[OTHER], sums[PRODUCTIVE]) == (10, 39)
+
+
+def test_steps_that_are_not_known_are_not_invented() -> None:
+    sums = balance(attempt(rows=None, pieces=((SAVE, 30, 40),)))
+    assert seconds(sums) == {STARTUP: 10, PREPARATION: 10, SAVE: 10, OTHER: 60, IDLE: 10}
+    assert sums.unknown_ns == 60 * S
+
+
+def test_ranks_that_never_reported_are_not_known() -> None:
+    assert seconds(balance(attempt(world=3)))[OTHER] == 200
+
+
+def test_rows_that_are_longer_than_their_time_are_cut_and_counted() -> None:
+    sums = balance(attempt((10, 20, 90, 92), rows=(80, 10, 10)))
+    assert sums.twice_ns == 8 * S
+    assert seconds(sums)[PRODUCTIVE] == 52
+
+
+def test_the_time_until_the_next_attempt_is_recovery_of_its_ranks() -> None:
+    sums = balance(attempt(world=4), until_ns=130 * S)
+    assert (sums.total[RECOVERY], sums.rank_ns) == (120 * S, 4 * 130 * S)
+
+
+def test_repeated_steps_are_wasted_with_their_waits() -> None:
+    sums = seconds(balance(attempt(wasted=0.5)))
+    assert (sums[WASTED], sums[PRODUCTIVE], sums[DATA], sums[WAITING]) == (35, 24.5, 3.5, 7)
+
+
+def test_a_rank_without_a_step_was_preparing() -> None:
+    sums = seconds(balance(attempt((10, UNKNOWN, UNKNOWN, 60), pieces=((RESTORE, 20, 30),))))
+    assert sums == {STARTUP: 10, PREPARATION: 40, RESTORE: 10, IDLE: 40}
+
+
+def test_the_sum_of_many_ranks_over_months_does_not_overflow() -> None:
+    month = 30 * 86_400
+    sums = balance(attempt(*[(0, 0, month, month)] * 8192, end=month, rows=(month, 0, 0)))
+    assert sums.total[PRODUCTIVE] == sums.rank_ns == 8192 * month * S > 1 << 63
+
+
+def test_where_intervals_overlap_the_first_kind_counts() -> None:
+    pieces = [Piece(EVALUATION, 10, 30, 20), Piece(SAVE, 20, 25, 5)]
+    parts = of_parts(pieces, [0, 5, 100, 100])
+    assert parts[INSIDE].tolist() == [5, 0, 15, 0]
+
+
+def test_intervals_that_were_joined_count_by_their_busy_time() -> None:
+    pieces = [Piece(EVALUATION, 10, 110, 20, joined=True), Piece(SAVE, 20, 25, 5)]
+    parts = of_parts(pieces, [0, 10, 60, 200])
+    assert parts.tolist() == [[0, 0, 0, 0], [5, 0, 10, 0], [0, 0, 10, 0]]
+
+
+_TIMES = st.integers(0, 1000)
+
+
+@st.composite
+def attempts(draw: st.DrawFn) -> Attempt:
+    begin = draw(_TIMES)
+    end = begin + draw(_TIMES)
+    count = draw(st.integers(1, 4))
+    times = st.lists(st.integers(UNKNOWN, 2500), min_size=count, max_size=count)
+
+    def array(values: list[int]) -> Any:
+        return np.array(values, np.int64)
+
+    took = array(draw(times))
+    data = np.minimum(array(draw(times)), took)
+    waited = np.clip(array(draw(times)), UNKNOWN, np.maximum(took - np.maximum(data, 0), UNKNOWN))
+    pieces = draw(
+        st.lists(
+            st.builds(
+                lambda what, a, n, busy, joined: Piece(what, a, a + n, min(n, busy) if joined else n, joined),
+                st.sampled_from((SAVE, RESTORE, EVALUATION, HANG)), _TIMES, _TIMES, _TIMES, st.booleans(),
+            ),
+            max_size=4,
+        )
+    )  # fmt: skip
+    edges = sorted(draw(st.lists(_TIMES, min_size=4, max_size=4)))
+    ranks = RankMoments(
+        np.arange(count), *(array(draw(times)) for _ in range(4)),
+        over=np.array(draw(st.lists(st.booleans(), min_size=count, max_size=count))),
+        took_ns=took, data_ns=np.where(took < 0, UNKNOWN, np.maximum(data, 0)),
+        waited_ns=np.where(took < 0, UNKNOWN, np.maximum(waited, 0)),
+        explicit=np.stack([of_parts(pieces, edges)] * count),
+    )  # fmt: skip
+    wasted = draw(st.none() | st.floats(0, 1))
+    return Attempt(begin, end, count + draw(st.integers(0, 2)), ranks, wasted)
+
+
+@given(attempts(), st.none() | _TIMES)
+def test_it_always_adds_up_and_nothing_is_negative(one: Attempt, gap: int | None) -> None:
+    sums = balance(one, None if gap is None else one.end_ns + gap)
+    assert (sums.by_rank >= 0).all()
+    assert (sums.by_rank.sum(axis=1) == one.end_ns - one.begin_ns).all()
+    assert sum(sums.total) == sums.rank_ns == one.world * (one.end_ns - one.begin_ns + (gap or 0))
+    assert min(sums.total) >= 0
+    assert sums.twice_ns >= 0
+    assert len(sums.total) == len(CATEGORIES)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 100)), min_size=1, max_size=8), st.integers(-5, 60)
+)
+def test_the_share_of_repeated_steps(sizes: list[tuple[int, int]], step: int) -> None:
+    first, rows = 0, []
+    for steps, long in sizes:
+        rows.append((first, first + steps - 1, steps * long))
+        first += steps
+    by_step = [long for steps, long in sizes for _ in range(steps)]
+    expected = sum(by_step[max(0, step) :]) / sum(by_step) if sum(by_step) else 0
+    assert abs(share_from(np.array(rows, np.int64), step) - expected) < 1e-9
+
+
+def test_which_steps_were_repeated() -> None:
+    unknown = repeated([Progress(0, 99, saved=True, saved_step=50), Progress(0, 9)])[0]
+    assert unknown.step is None
+    assert "no loading" in unknown.why
+
+    def first(*later: Progress, **of_first: Any) -> Repeated:
+        return repeated([Progress(0, 99, **of_first), *later])[0]
+
+    assert first() == Repeated(None)  # nothing came after it
+    assert first(Progress(80, 120)) == Repeated(80)  # the next one says where it began
+    assert first(Progress(100, 120)) == Repeated(None)  # nothing was lost
+    assert first(Progress(80, 90), Progress(50, 120)) == Repeated(50)
+    assert first(Progress(None, None), Progress(80, 90)) == Repeated(80)  # one died before its first step
+    assert first(Progress(0, 9)) == Repeated(0)  # nothing saved, nothing loaded
+    restored = Progress(0, 9, restored=True)
+    assert first(restored, saved=True, saved_step=60) == Repeated(60)
+    assert first(restored, saved=True).why
+    assert first(restored).why  # it has loaded something else
+    assert first(restored, restored=True) == Repeated(0)
+
+
+def test_parts_of_a_life() -> None:
+    parts = of_parts([Piece(SAVE, 0, 100, 100)], [10, 20, 50, 90])
+    assert parts[:, 0].tolist() == [10, 30, 40]
+    assert (BEFORE, INSIDE, AFTER) == (0, 1, 2)

@@ -1,0 +1,327 @@
+"""
+The attempts of a run, as the ledger needs them, from its rank processes, what they reported of their lives,
+and the sums of their steps. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from traceml_ray.analysis.step_totals import StepTotals
+from traceml_ray.analysis.window import Int64
+from traceml_ray.signals.goodput.ledger import (
+    EVALUATION,
+    HANG,
+    RESTORE,
+    SAVE,
+    UNKNOWN,
+    Attempt,
+    Piece,
+    Progress,
+    RankMoments,
+    of_parts,
+    repeated,
+    share_from,
+    steps_from,
+)
+from traceml_ray.signals.goodput.records import Life, LifeInterval
+from traceml_ray.signals.goodput.totals import RankTotals
+from traceml_ray.store.rank_processes import (
+    RankProcess,
+    attempt_of,
+    generations,
+    latest_process_per_rank,
+    world_size,
+)
+
+_CATEGORIES = {"checkpoint_save": SAVE, "checkpoint_restore": RESTORE, "evaluation": EVALUATION}
+ASYNC = "checkpoint_save_async"
+_NEVER = 1 << 62
+
+
+class Lives:
+    """The newest record of the life of each rank process of a session."""
+
+    def __init__(self) -> None:
+        self.by_process: dict[int, Life] = {}
+
+    def add(self, process: int, record: Life) -> None:
+        """Add the next record of a rank process."""
+        self.by_process[process] = record
+
+
+class Checkpoints(NamedTuple):
+    """What the checkpoints of a rank process say about which of its steps are kept."""
+
+    restored_ns: int | None = None
+    """When the first loading of one began; None: there is none."""
+    saved: bool = False
+    saved_step: int | None = None
+    """All steps below this one are in a checkpoint; None: not known."""
+
+
+class Intervals:
+    """The intervals of all rank processes of a session, and how they divide among the parts of a life."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[int, list[Piece]] = {}
+        """Intervals that take time from steps, by process."""
+        self.async_ns: dict[int, int] = {}
+        """Time of checkpoints that were saved beside training, by process."""
+        self.checkpoints: dict[int, Checkpoints] = {}
+        self.numbers: dict[int, int] = {}
+        """Largest number of an interval, by process."""
+        self._parts: dict[int, tuple[object, Int64]] = {}
+
+    def add(self, process: int, record: LifeInterval) -> None:
+        """Add the next record of a rank process."""
+        self.numbers[process] = max(record.number, self.numbers.get(process, 0))
+        if record.what == ASYNC:
+            self.async_ns[process] = self.async_ns.get(process, 0) + record.busy_ns
+        else:
+            self.pieces.setdefault(process, []).append(_piece(record))
+        known = self.checkpoints.get(process, Checkpoints())
+        if record.what == "checkpoint_restore" and known.restored_ns is None:
+            self.checkpoints[process] = known._replace(restored_ns=record.began_ns)
+        elif record.what in ("checkpoint_save", ASYNC):
+            step = known.saved_step if record.step is None else max(record.step, known.saved_step or 0)
+            self.checkpoints[process] = known._replace(saved=True, saved_step=step)
+
+    def parts(self, process: int, pieces: Sequence[Piece], edges: tuple[int, ...]) -> Int64:
+        """Return the time of intervals by part (3, 4) ns, see `of_parts`. It is computed if they changed."""
+        key = len(pieces), pieces[-1:], edges
+        before = self._parts.get(process)
+        if before is None or before[0] != key:
+            before = self._parts[process] = key, of_parts(pieces, edges)
+        return before[1]
+
+
+def _piece(one: LifeInterval) -> Piece:
+    return Piece(_CATEGORIES[one.what], one.began_ns, one.ended_ns, one.busy_ns, one.count > 1)
+
+
+class Totals:
+    """The sums of the steps of all rank processes of a session, as the aggregator kept them."""
+
+    def __init__(self) -> None:
+        self.by_process: dict[int, RankTotals] = {}
+
+    def add(self, process: int, record: RankTotals) -> None:
+        """Add the next record of a rank process."""
+        self.by_process[process] = record
+
+
+class Hang(NamedTuple):
+    """A time in which no rank made progress, in ns."""
+
+    began_ns: int
+    ended_ns: int | None
+    """None: it is not over, or the attempt ended in it."""
+
+
+class Started(NamedTuple):
+    """An attempt with what people see of it."""
+
+    attempt: Attempt
+    number: int
+    """Number of the launcher's attempt. Several starts may have the same."""
+    running: bool
+    columns: Int64
+    """(C, 3): steps of all ranks in columns, see `StepTotals`. Empty: its steps are not known."""
+    pieces: dict[int, list[Piece]]
+    """Intervals by rank."""
+    async_ns: int
+    """Time in which checkpoints were saved beside training, all ranks together."""
+    progress: Progress
+    repeated_from: int | None = None
+    """First of its steps that a later attempt did again. None: none, or not known."""
+    repeated_steps: int = 0
+    why: str = ""
+    """Why it is not known which of its steps were repeated; "": it is known."""
+
+    @property
+    def steps(self) -> int:
+        """Number of its steps, as far as they are known."""
+        return steps_from(self.columns, 0)
+
+
+class Sources(NamedTuple):
+    """What a run's ledger is made of."""
+
+    processes: Sequence[RankProcess]
+    """All rank processes of the run."""
+    lives: Lives
+    intervals: Intervals
+    totals: Totals
+    """Sums of steps that the aggregator kept."""
+    newest: StepTotals | None
+    """Sums of the steps that have been read, of the newest attempt. None: there are none."""
+    newest_of: Mapping[int, int]
+    """Rank process of each rank in `newest`."""
+    hangs: Sequence[Hang]
+    over: bool
+    """Whether the run is over."""
+
+
+def started(sources: Sources) -> list[Started]:
+    """Return the attempts of a run, the oldest first. Without a record of a life, an attempt is left out."""
+    lives = sources.lives.by_process
+    every = [
+        generation
+        for generation in generations(sources.processes)
+        if any(process.id in lives for process in generation)
+    ]
+    begins = [min(_born(process, lives.get(process.id)) for process in generation) for generation in every]
+    built: list[Started] = []
+    for index, generation in enumerate(every):
+        begin = max([begins[index], *(one.attempt.begin_ns for one in built[-1:])])
+        until = begins[index + 1] if index + 1 < len(every) else None
+        built.append(_started(sources, generation, begin, until))
+    return _with_repeated(built)
+
+
+def _born(process: RankProcess, life: Life | None) -> int:
+    return process.first_seen_ns if life is None else life.born_ns or life.attached_ns
+
+
+def _ended(process: RankProcess, life: Life | None) -> int:
+    """Return when a process ended, or was last seen."""
+    if life is not None and life.ended_ns is not None:
+        return life.ended_ns
+    return max(process.last_seen_ns, life.t_ns if life is not None else 0)
+
+
+def _started(sources: Sources, generation: Sequence[RankProcess], begin: int, until: int | None) -> Started:
+    of_rank = latest_process_per_rank(generation)
+    lives = sources.lives.by_process
+    running = until is None and not sources.over and any(not process.ended for process in generation)
+    end = max(_ended(process, lives.get(process.id)) for process in generation)
+    end = max(begin, end if until is None else min(end, until))
+    sums, columns = _sums(of_rank, sources)
+    marks = np.full((4, len(of_rank)), UNKNOWN, np.int64)
+    over, explicit = np.zeros(len(of_rank), np.bool_), np.zeros((len(of_rank), 3, 4), np.int64)
+    pieces: dict[int, list[Piece]] = {}
+    hung = _hung([hang for hang in sources.hangs if begin <= hang.began_ns < end], end)
+    async_ns = 0
+    for row, (rank, process) in enumerate(of_rank.items()):
+        life = lives.get(process.id)
+        runs = running and not process.ended
+        over[row] = not runs and life is not None and life.ended_ns is not None and not process.exit_code
+        if life is None:
+            marks[:, row] = process.first_seen_ns, UNKNOWN, UNKNOWN, end if runs else _ended(process, life)
+            continue
+        edges = _edges(life, begin, end, end if runs else _ended(process, life), int(sums[0, row]))
+        marks[:, row] = edges
+        if life.first_row_ns is None:
+            marks[1, row] = UNKNOWN
+        mine, beside_ns = _pieces(process.id, life, sources.intervals)
+        mine += hung
+        async_ns += beside_ns
+        if mine:
+            pieces[rank] = mine
+            fixed = (*edges[:2], _NEVER, _NEVER) if runs and life.first_row_ns is not None else edges
+            explicit[row] = sources.intervals.parts(process.id, mine, fixed)
+    table = RankMoments(
+        np.array([*of_rank], np.int64), marks[0], marks[1], marks[2], marks[3], over, sums[0], sums[1],
+        sums[2], explicit,
+    )  # fmt: skip
+    attempt = Attempt(begin, end, max(world_size(of_rank, None), len(of_rank)), table)
+    progress = _progress(of_rank, sources, columns)
+    return Started(attempt, attempt_of(generation[0]), running, columns, pieces, async_ns, progress)
+
+
+def _edges(life: Life, begin: int, end: int, ended: int, took: int) -> tuple[int, int, int, int]:
+    """Return when a rank attached, when its first and its newest row ended, and when its process ended."""
+    ended = min(max(ended, begin), end)
+    attached = min(max(life.attached_ns, begin), ended)
+    if life.first_row_ns is None:
+        return attached, ended, ended, ended
+    first = min(max(life.first_row_ns, attached), ended)
+    last = max(life.last_row_ns or first, first + max(0, took))
+    return attached, first, min(max(last, first), ended), ended
+
+
+def _pieces(process: int, life: Life, intervals: Intervals) -> tuple[list[Piece], int]:
+    """Return the intervals of a process that take time from steps, and the ns of those beside training."""
+    pieces, beside_ns = [*intervals.pieces.get(process, ())], intervals.async_ns.get(process, 0)
+    for one in life.open_intervals() if life.open else ():
+        if one.number > intervals.numbers.get(process, -1):
+            if one.what == ASYNC:
+                beside_ns += one.busy_ns
+            else:
+                pieces.append(_piece(one))
+    return pieces, beside_ns
+
+
+def _hung(hangs: Sequence[Hang], end: int) -> list[Piece]:
+    spans = [(hang.began_ns, end if hang.ended_ns is None else min(hang.ended_ns, end)) for hang in hangs]
+    return [Piece(HANG, begin, to, to - begin) for begin, to in spans if to > begin]
+
+
+def _sums(of_rank: Mapping[int, RankProcess], sources: Sources) -> tuple[Int64, Int64]:
+    """
+    Return the time of the rows of each rank, waiting for data, and waiting for other ranks: (3, R) ns,
+    UNKNOWN where they are not known; and the steps of all ranks in columns (C, 3).
+
+    The steps that have been read and the kept sums may both be known; what covers more time counts.
+    """
+    kept = [sources.totals.by_process.get(process.id) for process in of_rank.values()]
+    columns = next((one.columns for one in kept if one is not None and one.columns), [])
+    sums = np.array(
+        [
+            (UNKNOWN,) * 3 if one is None else (one.took_ns, one.data_ns, one.waited_ns)
+            for one in kept
+        ],
+        np.int64,
+    ).reshape(-1, 3).T  # fmt: skip
+    newest = sources.newest
+    if newest is None:
+        return sums, np.array(columns, np.int64).reshape(-1, 3)
+    places = {rank: row for row, rank in enumerate(newest.ranks.tolist())}
+    read = np.full_like(sums, UNKNOWN)
+    for row, (rank, process) in enumerate(of_rank.items()):
+        if rank in places and sources.newest_of.get(rank) == process.id:
+            place = places[rank]
+            read[:, row] = newest.took_ns[place], newest.data_ns[place], newest.waited_ns[place]
+    if (
+        np.maximum(read[0], 0).sum(dtype=float) >= np.maximum(sums[0], 0).sum(dtype=float)
+        and (read[0] >= 0).any()
+    ):
+        return read, newest.columns
+    return sums, np.array(columns, np.int64).reshape(-1, 3)
+
+
+def _progress(of_rank: Mapping[int, RankProcess], sources: Sources, columns: Int64) -> Progress:
+    """Return what tells which of the steps of an attempt later ones did again."""
+    restored, saved, saved_step = False, False, None
+    for process in of_rank.values():
+        life, known = sources.lives.by_process.get(process.id), sources.intervals.checkpoints.get(process.id)
+        if known is None:
+            continue
+        first = None if life is None else life.first_row_ns
+        restored |= known.restored_ns is not None and (first is None or known.restored_ns <= first)
+        saved |= known.saved
+        if known.saved_step is not None:
+            saved_step = max(known.saved_step, saved_step or 0)
+    first_step = int(columns[:, 0].min()) if len(columns) else None
+    last_step = int(columns[:, 1].max()) if len(columns) else None
+    return Progress(first_step, last_step, restored, saved_step, saved)
+
+
+def _with_repeated(built: Sequence[Started]) -> list[Started]:
+    """Return the attempts with the share of their steps that later ones did again."""
+    done = []
+    for one, again in zip(built, repeated([one.progress for one in built]), strict=True):
+        share, steps = 0.0, 0
+        if again.step is not None:
+            share, steps = share_from(one.columns, again.step), steps_from(one.columns, again.step)
+        wasted = None if again.why else share
+        attempt = replace(one.attempt, wasted=wasted)
+        done.append(
+            one._replace(attempt=attempt, repeated_from=again.step, repeated_steps=steps, why=again.why)
+        )
+    return done

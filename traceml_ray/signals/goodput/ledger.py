@@ -1,0 +1,306 @@
+"""
+The ledger of a run: where the time of each rank went, over all attempts. Pure, in integer ns.
+
+An attempt is a table of ranks. The time of a rank, from the begin of its attempt to the end, is divided at
+four moments: the monitor attached, the first row ended, the newest row ended, the process ended. Between the
+second and the third, the rows say what the time was. Intervals (checkpoints, evaluations, hangs) are taken
+out of the part that they are in. What remains is `other`, so each rank's time adds up exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from traceml_ray.analysis.window import Int64
+
+CATEGORIES = (
+    *("productive", "data", "waiting", "checkpoint_save", "checkpoint_restore", "evaluation"),
+    *("startup", "preparation", "hang", "wasted", "recovery", "idle", "other"),
+)
+"""Where the time of a rank goes. All but the first and the last are badput."""
+PRODUCTIVE, DATA, WAITING, SAVE, RESTORE, EVALUATION = range(6)
+STARTUP, PREPARATION, HANG, WASTED, RECOVERY, IDLE, OTHER = range(6, len(CATEGORIES))
+_EXPLICIT = SAVE, RESTORE, EVALUATION, HANG
+"""Categories of intervals. Where intervals overlap, the first one counts."""
+BEFORE, INSIDE, AFTER = range(3)
+"""Parts of a rank's life: until its first row ended, until the newest row ended, until its process ended."""
+UNKNOWN = -1
+
+
+class Piece(NamedTuple):
+    """An interval of a rank, of one of `_EXPLICIT`."""
+
+    category: int
+    began_ns: int
+    ended_ns: int
+    busy_ns: int
+    """Time in it; less than its length if several short intervals were joined."""
+    joined: bool = False
+    """Whether several intervals were joined. Others may then lie between them."""
+
+
+def of_parts(pieces: Sequence[Piece], edges: Sequence[int]) -> Int64:
+    """
+    Return the time of intervals in the three parts of a rank's life, (3, 4) ns, in order of `_EXPLICIT`.
+
+    Args:
+        pieces: intervals of the rank.
+        edges: when it attached, when its first row ended, when its newest row ended, when it ended (ns).
+    """
+    sums = np.zeros((3, len(_EXPLICIT)), np.int64)
+    covered: list[tuple[int, int]] = []
+    for place, category in enumerate(_EXPLICIT):
+        mine = [piece for piece in pieces if piece.category == category]
+        for piece in sorted(mine, key=lambda piece: piece.began_ns):
+            length = piece.ended_ns - piece.began_ns
+            if length <= 0:
+                continue
+            for part in range(3):
+                begin, end = max(piece.began_ns, edges[part]), min(piece.ended_ns, edges[part + 1])
+                if begin >= end:
+                    continue
+                inside = end - begin
+                if piece.joined:
+                    sums[part, place] += min(piece.busy_ns, length) * inside // length
+                else:
+                    sums[part, place] += inside - _overlap(covered, begin, end)
+            if not piece.joined:
+                covered = _with(covered, piece.began_ns, piece.ended_ns)
+    return sums
+
+
+def _overlap(covered: Sequence[tuple[int, int]], begin: int, end: int) -> int:
+    """Return how much of the time from `begin` to `end` is in `covered`, whose spans are disjoint."""
+    return sum(max(0, min(end, to) - max(begin, since)) for since, to in covered)
+
+
+def _with(covered: Sequence[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
+    """Return disjoint spans that also cover the time from `begin` to `end`."""
+    apart = [span for span in covered if span[1] < begin or span[0] > end]
+    touching = [span for span in covered if span not in apart]
+    joined = min([begin, *(since for since, _ in touching)]), max([end, *(to for _, to in touching)])
+    return [*apart, joined]
+
+
+@dataclass(frozen=True, eq=False)
+class RankMoments:
+    """The ranks of an attempt that have reported, (R,) each. Times are int64 ns, UNKNOWN if not known."""
+
+    ranks: Int64
+    attached_ns: Int64
+    first_row_ns: Int64
+    """When the first row ended. UNKNOWN: there is no complete row."""
+    last_row_ns: Int64
+    """When the newest row ended."""
+    ended_ns: Int64
+    """When the process ended, or was last seen."""
+    over: np.ndarray[Any, Any]
+    """Whether the process ended by itself (R,) bool. Otherwise it runs, or was killed in a step."""
+    took_ns: Int64
+    """Time of the rows after the first one. UNKNOWN: it is not known what the rows were."""
+    data_ns: Int64
+    waited_ns: Int64
+    """Parts of `took_ns`: waiting for data, and for other ranks."""
+    explicit: Int64
+    """(R, 3, 4) ns: intervals by part, see `of_parts`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """One attempt of a run: the ranks that started together, and how long it lasted."""
+
+    begin_ns: int
+    end_ns: int
+    """End of the attempt, which is not before `begin_ns` and not after the begin of the next one."""
+    world: int
+    """Number of its ranks, including those that never reported."""
+    ranks: RankMoments
+    wasted: float | None = 0.0
+    """Share (0..1) of the time in its steps that later attempts repeated. None: not known."""
+
+
+@dataclass(eq=False)
+class Balance:
+    """Where the time of an attempt went."""
+
+    by_rank: Int64
+    """(R, CATEGORIES) ns: of each rank that has reported, without the recovery after the attempt."""
+    total: list[int]
+    """ns of all ranks together by category (Python integers of any size), with the recovery."""
+    rank_ns: int
+    """Time of all ranks together in ns: the sum of `total`."""
+    twice_ns: int
+    """Time of all ranks together that rows and moments contradict each other by, in ns. 0 in a sound run."""
+    unknown_ns: int = field(default=0)
+    """Part of `other` in which ranks took steps, but it is not known what these were, in ns."""
+
+
+def balance(attempt: Attempt, until_ns: int | None = None) -> Balance:
+    """
+    Return where the time of an attempt went. `until_ns`: begin of the next attempt; the time until then is
+    recovery. None: there is no next attempt.
+    """
+    length = attempt.end_ns - attempt.begin_ns
+    by_rank, twice, unknown = _by_rank(attempt)
+    total = [_sum(by_rank[:, category]) for category in range(len(CATEGORIES))]
+    silent = max(0, attempt.world - len(by_rank))
+    total[OTHER] += silent * length
+    ranks = silent + len(by_rank)
+    gap = 0 if until_ns is None else max(0, until_ns - attempt.end_ns)
+    total[RECOVERY] += ranks * gap
+    return Balance(by_rank, total, ranks * (length + gap), twice, unknown)
+
+
+def _by_rank(attempt: Attempt) -> tuple[Int64, int, int]:
+    ranks, begin, end = attempt.ranks, attempt.begin_ns, attempt.end_ns
+    sums = np.zeros((len(ranks.ranks), len(CATEGORIES)), np.int64)
+    attached = np.clip(ranks.attached_ns, begin, end)
+    ended = np.clip(np.where(ranks.ended_ns < 0, end, ranks.ended_ns), attached, end)
+    stepped, known = ranks.first_row_ns >= 0, ranks.took_ns >= 0
+    first = np.where(stepped, np.clip(ranks.first_row_ns, attached, ended), ended)
+    took, data, waited = (
+        np.where(known & stepped, part, 0) for part in (ranks.took_ns, ranks.data_ns, ranks.waited_ns)
+    )
+    last = np.clip(np.maximum(ranks.last_row_ns, first + took), first, ended)
+    twice = np.zeros(len(sums), np.int64)
+
+    sums[:, STARTUP] = attached - begin
+    lengths = first - attached, last - first, ended - last
+    left = []
+    for part, length in enumerate(lengths):
+        explicit = ranks.explicit[:, part].copy()
+        over = np.maximum(explicit.sum(axis=1) - length, 0)
+        twice += over
+        for place in range(len(_EXPLICIT) - 1, -1, -1):  # what does not fit into the part
+            cut = np.minimum(explicit[:, place], over)
+            explicit[:, place] -= cut
+            over -= cut
+        sums[:, _EXPLICIT] += explicit
+        left.append(length - explicit.sum(axis=1))
+    sums[:, PREPARATION] = left[BEFORE]
+
+    explicit = ranks.explicit[:, INSIDE]
+    hang = np.minimum(explicit[:, _EXPLICIT.index(HANG)], took)
+    outside = np.minimum(explicit.sum(axis=1) - explicit[:, _EXPLICIT.index(HANG)], took)
+    work = took - data - waited
+    work, data, waited, _ = _without(outside, work, data, waited)
+    waited, work, data, _ = _without(hang, waited, work, data)
+    rows = work + data + waited
+    excess = np.maximum(rows - left[INSIDE], 0)
+    twice += excess
+    work, data, waited, _ = _without(excess, work, data, waited)
+    sums[:, PRODUCTIVE], sums[:, DATA], sums[:, WAITING] = work, data, waited
+    not_rows = left[INSIDE] - work - data - waited
+    sums[:, OTHER] = not_rows + np.where(ranks.over, 0, left[AFTER])
+    sums[:, IDLE] = np.where(ranks.over, left[AFTER], 0) + (end - ended)
+    if attempt.wasted:
+        for category in (PRODUCTIVE, DATA, WAITING):
+            moved = np.floor(sums[:, category] * min(1.0, attempt.wasted)).astype(np.int64)
+            moved = np.minimum(moved, sums[:, category])
+            sums[:, category] -= moved
+            sums[:, WASTED] += moved
+    return sums, _sum(twice), _sum(np.where(known, 0, not_rows))
+
+
+def _without(amount: Int64, *parts: Int64) -> tuple[Int64, ...]:
+    """
+    Return `parts` (R,) each, less `amount` (R,), and what is left of it. It is taken from the first part as
+    far as that has so much, then from the next.
+    """
+    left, rest = amount, []
+    for part in parts:
+        cut = np.minimum(part, left)
+        left = left - cut
+        rest.append(part - cut)
+    return (*rest, left)
+
+
+def _sum(values: Int64) -> int:
+    """Return the sum of non-negative values, which may exceed 64 bits."""
+    return (int((values >> 32).sum()) << 32) + int((values & 0xFFFFFFFF).sum())
+
+
+def share_from(columns: Int64, step: int) -> float:
+    """
+    Return the share (0..1) of the time in `columns` (C, 3: first step, last step, ns) that is in the steps
+    from `step` on. The steps of a column take equally long. 0 without any time.
+    """
+    total = float(columns[:, 2].sum(dtype=float)) if len(columns) else 0.0
+    if total <= 0:
+        return 0.0
+    steps = columns[:, 1] - columns[:, 0] + 1
+    inside = np.clip((columns[:, 1] - step + 1) / np.maximum(steps, 1), 0.0, 1.0)
+    return float((inside * columns[:, 2]).sum() / total)
+
+
+def steps_from(columns: Int64, step: int) -> int:
+    """Return the number of steps in `columns` from `step` on."""
+    if not len(columns):
+        return 0
+    return max(0, int(columns[:, 1].max()) - max(step, int(columns[:, 0].min())) + 1)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What tells which steps of an attempt were repeated."""
+
+    first_step: int | None
+    """Number of its first step. None: it took none, or its steps are not known."""
+    last_step: int | None
+    restored: bool = False
+    """Whether it restored a checkpoint before its first step."""
+    saved_step: int | None = None
+    """All steps below this one are in the newest checkpoint that it saved. None: not known, or none."""
+    saved: bool = False
+    """Whether it saved a checkpoint."""
+
+
+class Repeated(NamedTuple):
+    """From which step on the steps of an attempt were repeated."""
+
+    step: int | None
+    """First repeated step; None: none was repeated, or it is not known."""
+    why: str = ""
+    """Why it is not known; "": it is known."""
+
+
+def repeated(attempts: Sequence[Progress]) -> list[Repeated]:
+    """
+    Return, for each attempt in order, from which of its steps on later attempts did the steps again.
+
+    A script that continues from a checkpoint may say which step it is in (adapters do). Then the next attempt
+    begins at a step above 0, and the steps from there on are repeated. If the next attempt begins at step 0,
+    the number says nothing, and checkpoints decide: the next attempt restored one, so the steps after the
+    last one saved are lost; or nothing was saved and nothing restored, so all steps are lost.
+    """
+    return [
+        _repeated(attempt, [one for one in attempts[index + 1 :] if one.first_step is not None])
+        for index, attempt in enumerate(attempts)
+    ]
+
+
+def _repeated(attempt: Progress, later: Sequence[Progress]) -> Repeated:
+    if attempt.first_step is None or attempt.last_step is None or not later:
+        return Repeated(None)
+    numbered = [one.first_step for one in later if one.first_step]
+    following = later[0]
+    candidates = [step for step in numbered if step is not None]
+    if not following.first_step:
+        if following.restored and attempt.saved_step is not None:
+            candidates.append(attempt.saved_step)
+        elif not attempt.saved and (attempt.restored or not following.restored):
+            candidates.append(attempt.first_step)  # it began where the next one began
+        else:
+            return Repeated(None, _why(following))
+    step = min(candidates)
+    return Repeated(step if step <= attempt.last_step else None)
+
+
+def _why(following: Progress) -> str:
+    if following.restored:
+        return "it is not known at which step its last checkpoint was saved"
+    return "it saved a checkpoint, but no loading of one was seen in the next attempt"
