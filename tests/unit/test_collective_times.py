@@ -408,6 +408,29 @@ def test_block_of_a_summary_becomes_the_answer_again(session: WithCollectives) -
     assert view.of_block(msgspec.to_builtins(view.block(answer))) == answer
 
 
+some_records = st.tuples(
+    st.integers(0, 3),
+    st.sampled_from(["all_reduce", "barrier"]),
+    st.sampled_from([0, 1, 5, 1024, MIB]),
+    st.sampled_from(["world", "1", "2"]),
+    st.sampled_from([1, 2, None]),
+    st.booleans(),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(some_records, max_size=20))
+def test_no_two_series_of_a_gauge_have_the_same_labels(records: list[tuple[Any, ...]]) -> None:
+    answer = collective_times(
+        calls(rank, [5] * 20, op=op, of_call=of_call, group=group, size=size, node="ab"[apart])
+        for rank, op, of_call, group, size, apart in records
+    )
+    for section in CollectivesView().sections(answer):
+        for gauge in section.gauges:
+            labels = [series[0] for series in gauge.series]
+            assert len({*labels}) == len(labels)
+
+
 def test_large_job_is_not_asked_while_it_runs() -> None:
     view = CollectivesView()
     ranks: Any = {0: None}

@@ -207,7 +207,8 @@ def _matched(members: Sequence[OfRank]) -> tuple[Int64, Float, Float, Float]:
     samples = [sample for one in members for sample in one.record.samples]
     if not samples:
         return np.empty(0, np.int64), np.empty(0), np.empty(0), np.empty(0)
-    table = np.array([(s.step * _PLACES + s.place, max(1, s.ns), s.size) for s in samples], dtype=np.int64)
+    table = np.array([(s.step * _PLACES + s.place, s.ns, s.size) for s in samples], dtype=np.int64)
+    table[:, 1] = np.maximum(1, table[:, 1])
     table = table[np.argsort(table[:, 0], kind="stable")]
     keys, first, times = np.unique(table[:, 0], return_index=True, return_counts=True)
     shortest = np.minimum.reduceat(table[:, 1], first).astype(float)
@@ -280,10 +281,10 @@ def slow_groups(times: Mapping[str, tuple[Int64, Float]]) -> list[str]:
         return []
     table = np.stack([ns[np.searchsorted(steps, common)] for steps, ns in times.values()])
     slowest, half = table.argmax(axis=0), len(common) // 2
-    slow = []
-    for place, name in enumerate(times):
+    names, slow = [*times], []
+    for place in np.unique(slowest):  # no other group can be
         others = float(np.median(np.delete(table, place, axis=0)))
         often = min(np.mean(part == place) for part in (slowest[:half], slowest[half:]))
-        if np.median(table[place]) >= _SLOWER * others and often >= _OFTEN:
-            slow.append(name)
+        if often >= _OFTEN and np.median(table[place]) >= _SLOWER * others:
+            slow.append(names[place])
     return slow

@@ -177,7 +177,7 @@ def _numbers(answer: CollectiveTimes) -> Iterator[Number]:
 
 
 def _gauges(answer: CollectiveTimes) -> list[Gauge]:
-    labels = "op", "ranks", "size", "source"
+    labels = "op", "ranks", "nodes", "size", "source"
 
     def series(name: str, unit: float) -> list[tuple[Sequence[object], float | None]]:
         return [
@@ -211,8 +211,9 @@ def _gauges(answer: CollectiveTimes) -> list[Gauge]:
 
 
 def _labels(kind: CollectiveKind) -> tuple[object, ...]:
-    size = 1 << int(kind.bytes_per_call or 0).bit_length() if kind.bytes_per_call else 0
-    return kind.op, kind.group_size or "", size, kind.source
+    """Return labels that no two kinds share. All sizes of a kind are below the same power of two."""
+    size = 1 << int(kind.bytes_per_call).bit_length() if kind.bytes_per_call else 0
+    return kind.op, kind.group_size, kind.nodes, size, kind.source
 
 
 def _finding(kind: CollectiveKind, name: str) -> Finding:
