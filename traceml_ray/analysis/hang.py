@@ -16,7 +16,7 @@ import msgspec
 
 from traceml_ray import text
 from traceml_ray.analysis.verdict import Stack, Verdict
-from traceml_ray.signals.collectives.match import Mismatch
+from traceml_ray.signals.collectives.match import ABSENT, Mismatch
 from traceml_ray.stages import POST_SYNC, STAGES, SYNC_WAIT
 from traceml_ray.wire.codec import ready
 
@@ -159,7 +159,7 @@ def with_mismatch(
         return finding
     waited_s = max(mismatch.waited_s or 0.0, *(place.waited_s for place in places), 0.0)
     waited = waited_s >= min(PROVEN_S, WAITED * quiet_s)
-    known = finding is not None and finding.label == "hang" and mismatch.kind == "missing"
+    known = finding is not None and finding.label == "hang" and mismatch.kind in ABSENT
     if not known and not (mismatch.proven and waited):
         return finding
     blocking = [place for place in places if place.rank in mismatch.ranks]

@@ -43,6 +43,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "collectives": (
         "traceml-ray collectives /tmp/nccl_trace_rank_*",
         "traceml-ray collectives dumps --hang --json | jq .mismatch",
+        "traceml-ray collectives lr3",
     ),
     "check": ("traceml-ray check --path /data", "traceml-ray check --seconds 60 --json | jq .slow"),
     "compare": (

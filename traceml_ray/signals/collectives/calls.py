@@ -295,7 +295,9 @@ class CallTable:
         return key
 
     def _append(self, by_rank: dict[int, CallsInGroup], rank: int, order: int, call: CollectiveCall) -> None:
-        calls = by_rank.setdefault(rank, CallsInGroup())
+        calls = by_rank.get(rank)
+        if calls is None:
+            calls = by_rank[rank] = CallsInGroup()
         if call.op in _TOGETHER:
             if calls.seqs and calls.seqs[-1] == call.seq:
                 calls.done[-1] = call.done
@@ -326,6 +328,10 @@ class CallTable:
     def is_world(self, group: str) -> bool:
         """Return whether a group has all ranks of the job, although no rank reported which."""
         return self.known[group].ranks is None and self.known[group].desc in _WORLD
+
+    def knows_members(self, group: str) -> bool:
+        """Return whether all members of a group are known."""
+        return self.known[group].ranks is not None or self.is_world(group)
 
     def text_of(self, group: str) -> str:
         """Return the name of a group for a person: `group mesh_tp`."""

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 from traceml_ray.files import open_file
+from traceml_ray.identity import rank_in_name
 from traceml_ray.signals.collectives.calls import CollectiveCall, ProcessGroup, RankCollectives, Sizes
 from traceml_ray.text import one_line
 
@@ -51,7 +52,7 @@ _RANK = re.compile(r"(\d{1,9})(?:\.(?:json|pkl|pickle|pt|bin|dump|txt|fr))*$", r
 def dump_files(paths: Iterable[Path]) -> list[DumpFile]:
     """
     Return the files that `paths` refer to, by rank. The rank is the number at the end of a file's name, as
-    torch writes it (`nccl_trace_rank_3`); of a file without one, at the end of its folder's name.
+    torch writes it (`nccl_trace_rank_3`); of a file without one, that of its folder (`rank_3`).
 
     Raises DumpError if nothing is there, or if two files are of the same rank.
     """
@@ -92,11 +93,8 @@ def _in(given: Path) -> Iterator[Path]:
 
 
 def _rank_of(path: Path) -> int | None:
-    for name in (path.name, path.parent.name):
-        match = _RANK.search(name)
-        if match:
-            return int(match[1])
-    return None
+    match = _RANK.search(path.name)
+    return int(match[1]) if match else rank_in_name(path.parent.name)
 
 
 def read_dumps(files: Iterable[DumpFile], refused: list[str]) -> Iterator[RankCollectives]:
@@ -125,7 +123,7 @@ def _read(path: Path) -> tuple[bytes, int]:
         state = os.fstat(file.fileno())
         if state.st_size > MAX_BYTES:
             raise OSError(errno.EFBIG, f"larger than {MAX_BYTES:,} bytes", str(path))
-        return file.read(MAX_BYTES), state.st_mtime_ns
+        return file.read(state.st_size), state.st_mtime_ns
 
 
 def parsed(data: bytes, rank: int, written_ns: int | None = None) -> RankCollectives:
@@ -223,12 +221,14 @@ class _Entries:
         self._sizes: dict[int, Sizes] = {}
         self._dtypes: dict[int, tuple[str, ...]] = {}
         self._places: dict[int, str | None] = {}
+        self._names: dict[Any, str] = {}
 
     def call(self, entry: Any) -> CollectiveCall | None:
         """Return the call of an entry. None: it is none."""
         if not isinstance(entry, dict):
             return None
-        op = _text(entry.get("profiling_name"))
+        named = entry.get("profiling_name")
+        op = self._name(named) if isinstance(named, str) else ""
         if not op:
             return None
         op = op.partition(":")[2] or op
@@ -249,11 +249,20 @@ class _Entries:
             where=self._place(entry.get("frames")),
         )
 
+    def _name(self, value: Any) -> str:
+        """Return a name as `_text` does, for names that occur often."""
+        if not isinstance(value, str):
+            return _text(value)
+        name = self._names.get(value)
+        if name is None:
+            name = self._names[value] = _text(value)
+        return name
+
     def _group(self, entry: dict[str, Any]) -> str:
         """Return the name of an entry's group, and keep what is known of it."""
         pair = entry.get("process_group")
         if isinstance(pair, (tuple, list)) and len(pair) == 2:
-            name, desc = _text(pair[0]), _text(pair[1])
+            name, desc = self._name(pair[0]), self._name(pair[1])
         else:
             name, desc = _text(entry.get("pg_id")), ""
         timeout = _integer(entry.get("timeout_ms"))
@@ -268,12 +277,9 @@ class _Entries:
         known = self._sizes.get(id(sizes))
         if known is None:
             shapes = sizes[:_MAX_TENSORS] if isinstance(sizes[0], (list, tuple)) else [sizes]
-            known = tuple(self._shape(shape) for shape in shapes if isinstance(shape, (list, tuple)))
+            known = tuple(_shape(shape) for shape in shapes if isinstance(shape, (list, tuple)))
             self._sizes[id(sizes)] = known
         return known
-
-    def _shape(self, shape: Sequence[Any]) -> tuple[int, ...]:
-        return tuple(_integer(size) or 0 for size in shape[:_MAX_DIMENSIONS])
 
     def _types(self, dtypes: Any) -> tuple[str, ...]:
         if isinstance(dtypes, str):
@@ -282,7 +288,7 @@ class _Entries:
             return ()
         known = self._dtypes.get(id(dtypes))
         if known is None:
-            known = self._dtypes[id(dtypes)] = tuple(_text(one) for one in dtypes[:_MAX_TENSORS])
+            known = self._dtypes[id(dtypes)] = tuple(map(self._name, dtypes[:_MAX_TENSORS]))
         return known
 
     def _place(self, frames: Any) -> str | None:
@@ -314,8 +320,17 @@ def _text(value: Any) -> str:
     return one_line(value[:_MAX_CHARS]) if isinstance(value, str) else ""
 
 
+def _shape(shape: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(
+        size if type(size) is int and 0 <= size < _INT64 else _integer(size) or 0
+        for size in shape[:_MAX_DIMENSIONS]
+    )
+
+
 def _integer(value: Any) -> int | None:
     """Return a number, which JSON has as text, too. None: it is none, or has more than 64 bits."""
+    if type(value) is int and 0 <= value < _INT64:
+        return value
     if isinstance(value, str) and len(value) < 20 and re.fullmatch(r"-?[0-9]+", value):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):

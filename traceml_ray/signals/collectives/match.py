@@ -39,6 +39,8 @@ Kind = Literal[
 ]
 PROVEN: frozenset[Kind] = frozenset({"operation", "size", "dtype", "order", "circle"})
 """Kinds that the calls alone prove, also before the first step. A rank that has ended proves `missing`."""
+ABSENT: frozenset[Kind] = frozenset({"missing", "behind"})
+"""Kinds of a rank that did not join in a job that hangs."""
 STATED: frozenset[Kind] = frozenset({"late", "all_wait"})
 """Kinds that are no mismatch: nothing is wrong with what the ranks call, as far as it is known."""
 
@@ -235,7 +237,8 @@ class _Absent(NamedTuple):
 def _absent(table: CallTable, all_waits: Sequence[Wait], hang: bool, world: int | None) -> Mismatch | None:
     """Return the ranks that the others wait for, and that wait for no other rank themselves."""
     missing = tuple(rank for rank in range(world or 0) if rank not in table.ranks)
-    held = {wait.rank for wait in all_waits if wait.absent or wait.perhaps}
+    unknown = [wait for wait in all_waits if not wait.absent and not table.knows_members(wait.group)]
+    held = {wait.rank for wait in all_waits if wait.absent} | {wait.rank for wait in unknown}
     candidates = list[_Absent]()
     for wait in all_waits:
         absent = {*wait.absent, *(missing if table.is_world(wait.group) else ())}
@@ -243,11 +246,10 @@ def _absent(table: CallTable, all_waits: Sequence[Wait], hang: bool, world: int 
             candidates.append(_Absent(wait, ranks))
     if candidates:
         return _as_absent(table, min(candidates, key=lambda one: _began(table, one.wait)), hang)
-    alone = [wait for wait in all_waits if wait.perhaps]
-    together = [wait for wait in all_waits if not wait.absent and not wait.perhaps]
+    together = [wait for wait in all_waits if not wait.absent and wait not in unknown]
     ended = [wait for wait in together if table.ranks[wait.rank].ended]
-    if alone and hang:
-        return _as_alone(table, min(alone, key=lambda one: _began(table, one)))
+    if unknown and hang:
+        return _as_unknown(table, min(unknown, key=lambda one: _began(table, one)))
     if together and (hang or (ended and len(ended) < len(together))):
         return _as_all_wait(table, together)
     return None
@@ -260,7 +262,6 @@ def _began(table: CallTable, wait: Wait) -> tuple[int, int]:
 def _as_absent(table: CallTable, absent: _Absent, hang: bool) -> Mismatch:
     wait, ranks = absent
     by_rank = table.groups[wait.group]
-    calls = by_rank[wait.rank]
     others = tuple(
         rank for rank in sorted(by_rank) if rank not in ranks and by_rank[rank].index(wait.seq) is not None
     )
@@ -277,7 +278,7 @@ def _as_absent(table: CallTable, absent: _Absent, hang: bool) -> Mismatch:
         kind = "missing"
     else:
         kind = "late" if known else "no_answer"
-    op, place = table.signature(calls, wait.position).op, table.place(calls, wait.position)
+    op, place = _op_and_place(table, wait)
     instead, where = _instead(table, wait.group, named[0])
     sure = ended or (hang and kind != "no_answer" and len(named) < len(table.members(wait.group)) / 2)
     waiting = others if kind != "behind" or wait.rank in others else named
@@ -353,17 +354,18 @@ def _next_absent(kind: Kind, named: Sequence[int], ended: bool) -> str:
     return f"Look at what {who} {does} instead, and why it takes another way through the code."
 
 
-def _as_alone(table: CallTable, wait: Wait) -> Mismatch:
-    """Return that a rank waits in a group whose other members are not known."""
-    calls = table.groups[wait.group][wait.rank]
-    op, where = table.signature(calls, wait.position).op, table.place(calls, wait.position)
+def _as_unknown(table: CallTable, wait: Wait) -> Mismatch:
+    """Return that ranks wait in a group whose other members are not known."""
+    by_rank = table.groups[wait.group]
+    op, where = _op_and_place(table, wait)
     desc = table.text_of(wait.group)
+    others = tuple(rank for rank in sorted(by_rank) if by_rank[rank].index(wait.seq) is not None)
     return Mismatch(
         kind="no_answer", group=table.known[wait.group].name, desc=desc, seq=wait.seq, op=op,
-        ranks=(), instead="", where=None, others=(wait.rank,), others_where=where,
-        waited_s=waited_s(table, wait.group, wait.seq, [wait.rank]), confidence="low",
-        why=f"Rank {wait.rank} waits in {_in(op, where)} (call {wait.seq:,} of {desc}). No other rank has "
-        "called it, and it is not known which ranks are in this group.",
+        ranks=(), instead="", where=None, others=others, others_where=where,
+        waited_s=waited_s(table, wait.group, wait.seq, others), confidence="low",
+        why=f"{_capital(others)} {_verb(others, 'wait')} in {_in(op, where)} (call {wait.seq:,} of {desc}). "
+        "No other rank has called it, and it is not known which ranks are in this group.",
         next=f"Look at which ranks {desc} has, and whether all of them reach that line.",
     )  # fmt: skip
 
@@ -371,8 +373,7 @@ def _as_alone(table: CallTable, wait: Wait) -> Mismatch:
 def _as_all_wait(table: CallTable, together: Sequence[Wait]) -> Mismatch:
     wait = min(together, key=lambda one: _began(table, one))
     alike = [one for one in together if (one.group, one.seq) == (wait.group, wait.seq)]
-    calls = table.groups[wait.group][wait.rank]
-    op, where = table.signature(calls, wait.position).op, table.place(calls, wait.position)
+    op, where = _op_and_place(table, wait)
     inside = tuple(sorted(one.rank for one in alike))
     ended = tuple(rank for rank in inside if table.ranks[rank].ended)
     others = tuple(rank for rank in inside if rank not in ended)
@@ -397,9 +398,13 @@ def _as_all_wait(table: CallTable, together: Sequence[Wait]) -> Mismatch:
     )  # fmt: skip
 
 
-def _call(table: CallTable, wait: Wait) -> str:
+def _op_and_place(table: CallTable, wait: Wait) -> tuple[str, str | None]:
     calls = table.groups[wait.group][wait.rank]
-    return _in(table.signature(calls, wait.position).op, table.place(calls, wait.position))
+    return table.signature(calls, wait.position).op, table.place(calls, wait.position)
+
+
+def _call(table: CallTable, wait: Wait) -> str:
+    return _in(*_op_and_place(table, wait))
 
 
 def _in(what: str, where: str | None) -> str:
