@@ -11,6 +11,7 @@ from sessions import SECOND
 
 from traceml_ray.signals.goodput.records import Life, LifeInterval
 from traceml_ray.stages import FORWARD, SEGMENT_BITS
+from traceml_ray.wire import messages as wire
 
 PREPARES_S = 6
 """From the start of a process to its first step: 2 s until the monitor attaches, 4 s of preparation."""
@@ -64,11 +65,14 @@ class Lived(Played):
             one = LifeInterval(self.step, what, end - seconds * SECOND, end, seconds * SECOND, 1, step)
             self.intervals.setdefault(rank, []).append(one)
 
-    def killed(self) -> None:
-        """All processes are killed."""
+    def killed(self, after_s: float = 0) -> None:
+        """All processes are killed, so long after their last message."""
+        self.clock.tick(after_s)
         lost = [rank.process_id for rank in self.ranks]
+        ends = [wire.Event("process_ended", self.clock(), data={"process_id": one}) for one in lost]
         for relay in self.relays:
-            self.aggregator.ingest(relay.message(lost=lost))
+            self.aggregator.ingest(relay.message(lost=lost, events=ends[:: len(self.relays)]))
+            ends = ends[1:]
         self.aggregator.commit()
         self.aggregator.judge()
 

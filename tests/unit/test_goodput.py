@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from lived import Lived
 from played import Played
-from sessions import LIMITS, aggregation
+from sessions import LIMITS, SECOND, aggregation
 
 from traceml_ray.reports.answers import Answers
 from traceml_ray.signals.goodput.answer import Goodput
-from traceml_ray.signals.goodput.records import LifeInterval
+from traceml_ray.signals.goodput.records import LifeInterval, OpenInterval
 from traceml_ray.signals.goodput.view import GetGoodput, GoodputView
 from traceml_ray.store import query
 
@@ -111,6 +111,38 @@ def test_what_may_have_been_repeated_is_said_to_be_unknown(tmp_path: Path) -> No
     assert answer.seconds["wasted"] is None
     assert answer.attempts[0].seconds["wasted"] is None
     assert "no loading of one was seen" in answer.why["wasted"]
+
+
+def test_an_attempt_ends_when_its_processes_ended_and_not_with_their_last_message(tmp_path: Path) -> None:
+    busy = Lived(tmp_path / "demo")
+    busy.start()
+    busy.step_on(10)
+    busy.killed(after_s=3)
+    busy.again(1, 10)
+    busy.step_on(5)
+    answer = both(busy)
+    assert answer.attempts[0].recovery_s == 8
+    assert answer.seconds["other"] == 4 * 3  # what they did after their newest step is not known
+
+
+def test_an_interval_counts_once_in_whatever_order_several_are_sent(tmp_path: Path) -> None:
+    """A life may still hold an interval that began before one that is sent already."""
+    busy = Lived(tmp_path / "demo")
+    busy.start()
+    busy.step_on(10)
+    held = OpenInterval(7, "checkpoint_save", 5 * SECOND, 4 * SECOND, SECOND)
+    sent = LifeInterval(8, "evaluation", busy.clock() - 3 * SECOND, busy.clock() - SECOND, 2 * SECOND)
+    of_rank = busy.of_rank
+
+    def with_open(rank: int) -> dict[str, Any]:
+        fields = of_rank(rank)
+        return {**fields, "life": [msgspec.structs.replace(life, open=[held]) for life in fields["life"]]}
+
+    busy.intervals = {rank: [sent] for rank in range(4)}
+    busy.of_rank = with_open  # type: ignore[method-assign]
+    busy.step_on(1)
+    answer = both(busy)
+    assert (answer.seconds["checkpoint_save"], answer.seconds["evaluation"]) == (4 * 1, 4 * 2)
 
 
 def test_an_attempt_without_a_step_was_all_preparation(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -73,13 +74,13 @@ class Intervals:
         self.async_ns: dict[int, int] = {}
         """Time of checkpoints that were saved beside training, by process."""
         self.checkpoints: dict[int, Checkpoints] = {}
-        self.numbers: dict[int, int] = {}
-        """Largest number of an interval, by process."""
+        self.numbers: dict[int, set[int]] = {}
+        """Numbers of the intervals, by process."""
         self._parts: dict[int, tuple[object, Int64]] = {}
 
     def add(self, process: int, record: LifeInterval) -> None:
         """Add the next record of a rank process."""
-        self.numbers[process] = max(record.number, self.numbers.get(process, 0))
+        self.numbers.setdefault(process, set()).add(record.number)
         if record.what == ASYNC:
             self.async_ns[process] = self.async_ns.get(process, 0) + record.busy_ns
         else:
@@ -165,6 +166,8 @@ class Sources(NamedTuple):
     hangs: Sequence[Hang]
     over: bool
     """Whether the run is over."""
+    ended: Mapping[int, int] = MappingProxyType({})
+    """When processes that were killed had ended, as their relay saw it (ns), by process."""
 
 
 def started(sources: Sources) -> list[Started]:
@@ -188,10 +191,13 @@ def _born(process: RankProcess, life: Life | None) -> int:
     return process.first_seen_ns if life is None else life.born_ns or life.attached_ns
 
 
-def _ended(process: RankProcess, life: Life | None) -> int:
+def _ended(sources: Sources, process: RankProcess) -> int:
     """Return when a process ended, or was last seen."""
+    life = sources.lives.by_process.get(process.id)
     if life is not None and life.ended_ns is not None:
         return life.ended_ns
+    if process.id in sources.ended:
+        return sources.ended[process.id]
     return max(process.last_seen_ns, life.t_ns if life is not None else 0)
 
 
@@ -199,7 +205,7 @@ def _started(sources: Sources, generation: Sequence[RankProcess], begin: int, un
     of_rank = latest_process_per_rank(generation)
     lives = sources.lives.by_process
     running = until is None and not sources.over and any(not process.ended for process in generation)
-    end = max(_ended(process, lives.get(process.id)) for process in generation)
+    end = max(_ended(sources, process) for process in generation)
     end = max(begin, end if until is None else min(end, until))
     sums, columns = _sums(of_rank, sources)
     marks = np.full((4, len(of_rank)), UNKNOWN, np.int64)
@@ -212,9 +218,9 @@ def _started(sources: Sources, generation: Sequence[RankProcess], begin: int, un
         runs = running and not process.ended
         over[row] = not runs and life is not None and life.ended_ns is not None and not process.exit_code
         if life is None:
-            marks[:, row] = process.first_seen_ns, UNKNOWN, UNKNOWN, end if runs else _ended(process, life)
+            marks[:, row] = process.first_seen_ns, UNKNOWN, UNKNOWN, end if runs else _ended(sources, process)
             continue
-        edges = _edges(life, begin, end, end if runs else _ended(process, life), int(sums[0, row]))
+        edges = _edges(life, begin, end, end if runs else _ended(sources, process), int(sums[0, row]))
         marks[:, row] = edges
         if life.first_row_ns is None:
             marks[1, row] = UNKNOWN
@@ -248,12 +254,11 @@ def _edges(life: Life, begin: int, end: int, ended: int, took: int) -> tuple[int
 def _pieces(process: int, life: Life, intervals: Intervals) -> tuple[list[Piece], int]:
     """Return the intervals of a process that take time from steps, and the ns of those beside training."""
     pieces, beside_ns = [*intervals.pieces.get(process, ())], intervals.async_ns.get(process, 0)
-    for one in life.open_intervals() if life.open else ():
-        if one.number > intervals.numbers.get(process, -1):
-            if one.what == ASYNC:
-                beside_ns += one.busy_ns
-            else:
-                pieces.append(_piece(one))
+    for one in life.open_intervals(intervals.numbers.get(process, ())) if life.open else ():
+        if one.what == ASYNC:
+            beside_ns += one.busy_ns
+        else:
+            pieces.append(_piece(one))
     return pieces, beside_ns
 
 

@@ -52,6 +52,10 @@ class Read(NamedTuple):
     """Cursor of the newest verdict that was read."""
     hangs: Mapping[int, dict[str, Any]] = MappingProxyType({})
     """Verdicts on hangs, in their last version, by their begin."""
+    events_cursor: int = 0
+    """Cursor of the newest event that was read."""
+    ended: Mapping[int, int] = MappingProxyType({})
+    """When rank processes that were killed had ended (ns), by process."""
     price: float | None = None
 
 
@@ -99,11 +103,20 @@ class GoodputView(View[Goodput]):
     finds = MappingProxyType({})
 
     def read(self, file: SessionFile, before: Any) -> Read:
-        """Read the hangs of a run among its new verdicts, and the price."""
+        """Read the hangs of a run (new verdicts), when its processes ended (new events), and the price."""
         known = before or Read(price=file.meta().get("settings", {}).get("gpu_hour_price"))
         verdicts, cursor = file.verdicts(known.cursor)
         new = {one["began_ns"]: one for one in verdicts if one.get("began_ns") and one["label"] == "hang"}
-        return known._replace(cursor=cursor, hangs={**known.hangs, **new})
+        events, events_cursor = file.events(known.events_cursor, brief=True)
+        ended = {
+            one.process: one.t_ns for one in events if one.kind == "process_ended" and one.process is not None
+        }
+        return known._replace(
+            cursor=cursor,
+            hangs={**known.hangs, **new},
+            events_cursor=events_cursor,
+            ended={**known.ended, **ended} if ended else known.ended,
+        )
 
     def answer(self, run: Run, asked: GetGoodput) -> Goodput:
         """Return where the time went."""
@@ -119,6 +132,7 @@ class GoodputView(View[Goodput]):
             of_rank,
             _hangs(run.read),
             run.over,
+            {} if run.read is None else run.read.ended,
         )
         devices = {work.facts.get(process, {}).get("device") for process in of_rank.values()} - {None}
         return goodput(
