@@ -149,6 +149,22 @@ def test_groups_that_are_alike_are_one_kind() -> None:
     assert [group.group for group in kinds[1].slowest] == ["2", "0"]
 
 
+def test_change_is_that_of_the_newest_quarter_of_the_calls() -> None:
+    slower = [1_000_000] * 20 + [9_000_000] * 2 + [1_500_000] * 10
+    kind = only(calls(0, slower), calls(1, slower))
+    assert kind.change_pct == pytest.approx(50.0)
+    assert only(calls(0, slower[-20:]), calls(1, slower[-20:])).change_pct is None  # too few
+
+
+def test_noise_is_no_change() -> None:
+    rng = np.random.default_rng(5)
+    changed = 0
+    for _ in range(200):
+        ns = (1e6 * rng.lognormal(0, 0.3, 64)).astype(int).tolist()
+        changed += only(calls(0, ns), calls(1, ns)).change_pct is not None
+    assert changed <= 4
+
+
 def test_name_that_two_groups_share_has_no_time() -> None:
     """More ranks than the group has: the calls of several groups cannot be told apart."""
     kind = only(*(calls(rank, [5] * 20, size=2) for rank in range(4)))

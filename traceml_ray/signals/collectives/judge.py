@@ -20,8 +20,8 @@ from traceml_ray.signals.collectives.records import CallTimes, Source
 
 MAX_GROUPS = 8
 """Largest number of groups that are listed of a kind of collective: the slowest."""
-_LEAST_CALLS = 5
-"""Smallest number of calls known of all ranks for a time."""
+_LEAST_CALLS, _LEAST_QUARTER = 5, 6
+"""Smallest number of calls known of all ranks for a time, and in the quarters of a change."""
 _PLACES = 1 << 8
 
 _ALL_WAIT = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "monitored_barrier")
@@ -54,6 +54,11 @@ class GroupTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Median of the bytes of a call by its time, in 10⁹ bytes per second. None: not known, or no bytes."""
     bus_gb_per_s: float | None
     """Bandwidth of each rank's link that gives `algorithm_gb_per_s`, in 10⁹ bytes per second."""
+    change_pct: float | None = None
+    """
+    By how much more time the newest quarter of the calls takes than the first quarter (medians, %). None: no
+    change beyond chance (the middle halves of both overlap), or too few calls.
+    """
 
 
 class CollectiveKind(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +101,8 @@ class CollectiveKind(msgspec.Struct, frozen=True, kw_only=True):
     """Groups that are slower than the others beyond chance, see `slow_groups`."""
     slowest: list[GroupTimes]
     """Groups, the slowest first; at most 8."""
+    change_pct: float | None = None
+    """Median over the groups of `GroupTimes.change_pct`, in %. None: most groups have not changed."""
 
 
 class CollectiveTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,7 +199,19 @@ class _Group:
             wait_ms=float(self.wait_ns.mean()) / 1e6 if known else None,
             algorithm_gb_per_s=rate,
             bus_gb_per_s=None if rate is None or factor is None else rate * factor,
+            change_pct=_change_pct(self.ns) if known else None,
         )
+
+
+def _change_pct(ns: Float) -> float | None:
+    """Return by how much the newest quarter of the times, oldest first, is longer than the first, in %."""
+    quarter = len(ns) // 4
+    if quarter < _LEAST_QUARTER:
+        return None
+    early, newest = (np.quantile(part, (0.25, 0.5, 0.75)) for part in (ns[:quarter], ns[-quarter:]))
+    if early[2] >= newest[0] and newest[2] >= early[0]:
+        return None
+    return float(100 * (newest[1] / early[1] - 1))
 
 
 def _float(value: Any) -> float | None:
@@ -246,12 +265,18 @@ def _kind(groups: Sequence[_Group]) -> CollectiveKind:
         why="" if known else groups[0].why,
         slow=slow_groups({group.name: (group.steps, group.ns) for group in groups if not group.why}),
         slowest=times[:MAX_GROUPS],
+        change_pct=_change_of([group.change_pct for group in known]),
     )
 
 
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return float(np.median(known)) if known else None
+
+
+def _change_of(groups: Sequence[float | None]) -> float | None:
+    known = [change for change in groups if change is not None]
+    return _median(known) if 2 * len(known) > len(groups) else None
 
 
 def _slowest_first(times: GroupTimes) -> tuple[float, str]:

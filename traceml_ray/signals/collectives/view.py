@@ -102,7 +102,9 @@ class CollectivesView(View[CollectiveTimes]):
         left = len(answer.kinds) - len(rows)
         note = _NOTE + f"; {text.count(left, 'more kind')} with fewer bytes" * (left > 0)
         title = "Collectives (median call)"
-        table = Table(title, _COLUMNS, rows, note, spare=("nodes", "GB/s", "a step", "measured"))
+        table = Table(
+            title, _COLUMNS, rows, note, spare=("nodes", "GB/s", "a step", "measured", "since start")
+        )
         times = Section("tables", [table], numbers=[*_numbers(answer)], gauges=_gauges(answer))
         return [*mismatch, times]
 
@@ -140,6 +142,10 @@ def _measured(kind: CollectiveKind) -> str:
     return _NO_TIME[kind.why] if kind.why else _CLOCKS[kind.source]
 
 
+def _change(kind: CollectiveKind) -> str:
+    return "" if kind.change_pct is None else text.percent(kind.change_pct, sign=True)
+
+
 def _rate(title: str, name: str) -> Column:
     """Return the column of a bandwidth, from the field of that name."""
 
@@ -162,6 +168,7 @@ _COLUMNS = [
     Column("wait", lambda kind: kind.wait_ms, "known ms"),
     _rate("GB/s", "algorithm_gb_per_s"),
     _rate("bus GB/s", "bus_gb_per_s"),
+    Column("since start", lambda kind: kind.change_pct, "figures", _change),
     Column("measured", _measured),
 ]
 
