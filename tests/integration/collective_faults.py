@@ -101,7 +101,7 @@ def fail(step: int) -> None:
     elif fault == "other_shape":
         average_longer() if rank == 2 else average(value)
     elif fault == "other_dtype":
-        average_integers() if rank == 1 else average(value)
+        average_integers() if rank == 2 else average(value)
     elif fault == "other_order":
         both_groups_reversed() if rank == 3 else both_groups()
     elif fault == "early_exit":

@@ -18,6 +18,8 @@ from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.launchers import control
 from traceml_ray.monitor.finish import OTHERS_S
 from traceml_ray.reports.answers import Answers
+from traceml_ray.signals.collectives.dumps import dump_files, read_dumps
+from traceml_ray.signals.collectives.records import CallReport, CollectivesReport, GroupReport
 from traceml_ray.store import query
 from traceml_ray.store.bundles import Bundle, bundles_of, making, names_of, new_name, prune
 from traceml_ray.store.session_file import SessionFile
@@ -188,8 +190,16 @@ def test_request_makes_a_bundle_with_the_stacks_of_all_ranks(played: Played) -> 
     for rank in range(WORLD):
         text = f"thread main:\n  train.py:{rank} in step"
         event = wire.Event("stacks", played.clock.now, message=text, data={"dump": command.args["id"]})
-        send(played, rank, event)
+        call = CallReport(0, 7, False, "barrier", [], [], [], [], rank > 0, 5, "f (train.py:3)")
+        groups = [GroupReport("0", "default_pg", [(0, WORLD, 1)])]
+        calls = CollectivesReport(played.clock.now, str(command.args["id"]), "recorder", groups, [call])
+        send(played, rank, event, last_calls=[calls])
     (bundle,) = settled(played)
+    dumps = read_dumps(dump_files([bundle.path]), refused := [])
+    assert [(one.rank, one.calls[0].op, one.calls[0].done) for one in dumps] == [
+        (rank, "barrier", rank > 0) for rank in range(WORLD)
+    ]
+    assert refused == []
     assert bundle.manifest.reason == "request" and bundle.manifest.causes[0].request == "abc"
     stacks = (bundle.path / "stacks.txt").read_text()
     assert [f"train.py:{rank} in step" in stacks for rank in range(WORLD)] == [True] * WORLD

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from traceml_ray.signals.collectives import agent
 from traceml_ray.signals.collectives.agent import CollectivesReader, ranges, report_of
+from traceml_ray.signals.collectives.dumps import parsed
 from traceml_ray.signals.collectives.records import AT_END, LAST_CALLS, MAX_CALLS
-from traceml_ray.signals.collectives.reported import collectives_of
+from traceml_ray.signals.collectives.reported import as_dump, collectives_of
 from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
@@ -121,6 +122,14 @@ def test_recorder_is_read_on_command_and_after_an_exception_only(monkeypatch: py
     assert [one.asked for one in made.collect(True)] == [AT_END]
 
 
+def test_call_that_raised_is_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = reader(monkeypatch, [])
+    for error, finished in ((ValueError("x"), True), (RuntimeError("[gloo/pair.cc:553] Read error"), False)):
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+        ((call,),) = [one.calls for one in made.collect(True)]
+        assert call.finished == finished
+
+
 def test_torch_imports_nothing_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """With lines, torch reads `torch._inductor`, and imports it where nobody has."""
     import torch
@@ -140,3 +149,13 @@ def test_huge_ring_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "1000000")
     made.handle_command(wire.Command("where", {"id": "h1"}))
     assert (made.collect(False), asked) == ([], [])
+
+
+@given(st.booleans())
+def test_dump_of_a_report_is_read_as_the_report(whole: bool) -> None:
+    more: dict[str, Any] = {"retired": False, "profiling_name": "gloo:broadcast"}
+    made = report(entry(1 if whole else 2), entry(3, "1", **more), **{"0": [0, 1, 2, 3], "1": [0, 3]})
+    assert made.whole == whole
+    read, expected = parsed(as_dump(made), 3, NOW), collectives_of(made, 3)
+    assert (read.calls, read.whole, read.taken_ns) == (expected.calls, expected.whole, expected.taken_ns)
+    assert {group.name: group for group in read.groups} == {group.name: group for group in expected.groups}

@@ -30,6 +30,7 @@ from traceml_ray.reports.manifest import manifest_of, reason_of, stacks_of
 from traceml_ray.reports.run_facts import RunFacts
 from traceml_ray.settings import Settings
 from traceml_ray.signals.memory.records import SNAPSHOT, SNAPSHOT_NAME, SNAPSHOTS
+from traceml_ray.signals.views import VIEWS
 from traceml_ray.stages import STAGES
 from traceml_ray.store.bundles import FOLDER, MANIFEST, BundleCause, bundles_of, making, new_name, prune
 from traceml_ray.store.excerpt import cut
@@ -226,6 +227,8 @@ class Incidents:
 STACKS = "stacks.txt"
 _SNAPSHOT_NS = 60_000_000_000
 """An allocator record belongs to an incident if it is at most this much older than the first cause."""
+_BEFORE_NS = 120_000_000_000
+"""What signals reported at most this much before the first cause belongs to an incident, in ns."""
 _FROM_OUTSIDE = {
     code: number
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -374,6 +377,8 @@ class Bundling:
         with SessionFile(self.writer.path, run=run) as file, file.at_one_moment():
             facts = RunFacts(file, self.settings.thresholds)
             manifest = manifest_of(facts, causes, self.folder.name, self.settings.changed())
+            since_ns = manifest.t_ns - _BEFORE_NS
+            of_signals = [made for view in VIEWS.values() for made in view.files(file, facts.ranks, since_ns)]
         name, seconds = incident.name, 60 * self.settings.bundle_minutes
         if name is None or manifest.reason not in name:
             name = new_name(self.folder, manifest.t_ns, manifest.reason)
@@ -382,6 +387,8 @@ class Bundling:
             taken, manifest.left_out = self._add_snapshots(facts, incident, manifest.t_ns, here)
             if stacks := stacks_of(facts, manifest.t_ns):
                 write_file(here / STACKS, stacks.encode())
+            for file_name, contents in of_signals:
+                write_file(here / file_name, contents)
             manifest.files = {path.name: path.stat().st_size for path in sorted(here.iterdir())}
             write_file(here / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
         remove(taken)

@@ -177,6 +177,19 @@ class View(Generic[A]):
         """
         return ""
 
+    def files(
+        self, file: SessionFile, ranks: Mapping[int, RankProcess], since_ns: int
+    ) -> Iterable[tuple[str, bytes]]:
+        """
+        Yield files for the bundle of an incident, as (name, contents). Raises `SessionFileError`.
+
+        Args:
+            file: reads the run.
+            ranks: its ranks.
+            since_ns: time from which on something belongs to the incident, in ns since the epoch.
+        """
+        return ()
+
     def block(self, answer: A) -> Any:
         """Return the part of an answer that is in `summary.json`: a struct, or a list of structs. Pure."""
         raise NotImplementedError

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from traceml_ray.agent.stacks import user_line
 from traceml_ray.errors import sendable
@@ -39,6 +42,7 @@ _MAX_CHARS, _MAX_RANGES, _MAX_DIMENSIONS = 120, 64, 16
 _MAX_RING = 20_000
 """Largest ring that is read, in calls: torch holds the GIL for 5 to 10 µs per call."""
 _RING_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_OF_COLLECTIVE = re.compile(r"gloo|nccl|processgroup|distbackenderror", re.IGNORECASE)
 _RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
 """Functions of torch that return a recorder's content: of NCCL, and of other backends."""
 
@@ -58,8 +62,11 @@ class CollectivesReader(Collector):
 
     def collect(self, final: bool) -> list[CollectivesReport]:
         """Return the reports that were asked for. At the end of a process that failed, return one more."""
-        if final and (getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)) is not None:
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if final and error is not None:
             self._read(AT_END)
+            if self._reports and _is_of_collective(error):
+                self._reports[-1] = _with_failed_call(self._reports[-1])
         reports, self._reports = self._reports, []
         return reports
 
@@ -86,6 +93,23 @@ def read(asked: str) -> CollectivesReport | None:
     lines = "_inductor" in vars(sys.modules["torch"])
     traces = [pickle.loads(dump(True, lines, False)) for dump in dumps]
     return report_of(traces, asked, time.time_ns(), _members())
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    """Return whether a collective raised an exception: the call before it was not completed."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    inside = trace is not None and "/torch/distributed/" in trace.tb_frame.f_code.co_filename
+    return inside or _OF_COLLECTIVE.search(str(error)[:2000]) is not None
+
+
+def _with_failed_call(report: CollectivesReport) -> CollectivesReport:
+    """Return a report in which the newest call is not finished: gloo retires a call that failed, too."""
+    if not report.calls:
+        return report
+    newest = msgspec.structs.replace(report.calls[-1], finished=False)
+    return msgspec.structs.replace(report, calls=[*report.calls[:-1], newest])
 
 
 def report_of(

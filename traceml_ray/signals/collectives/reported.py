@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
+import msgspec
+
 from traceml_ray.signals.collectives.calls import CollectiveCall, ProcessGroup, RankCollectives, Sizes
 from traceml_ray.signals.collectives.records import CallReport, CollectivesReport, GroupReport
 
@@ -34,6 +39,50 @@ def collectives_of(
         ended=ended,
         taken_ns=report.t_ns if report else None,
     )
+
+
+_LINE = re.compile(r"(.*) \((.*):(\d+)\)", re.DOTALL)
+
+
+def as_dump(report: CollectivesReport) -> bytes:
+    """Return a report as a dump of torch's flight recorder, in JSON. Files have no folder."""
+    return msgspec.json.encode(
+        {
+            "version": "2.10",
+            "pg_config": {
+                group.name: {"name": group.name, "desc": group.description, **_members(_group(group))}
+                for group in report.groups
+            },
+            "entries": [
+                _entry(number + (not report.whole), call, report) for number, call in enumerate(report.calls)
+            ],
+        }
+    )
+
+
+def _members(group: ProcessGroup) -> dict[str, str]:
+    return {} if group.ranks is None else {"ranks": str([*group.ranks])}
+
+
+def _entry(number: int, call: CallReport, report: CollectivesReport) -> dict[str, Any]:
+    group, line = report.groups[call.group], _LINE.fullmatch(call.where or "")
+    frames = [{"name": line[1], "filename": line[2], "line": int(line[3])}] if line else []
+    return {
+        "record_id": number,
+        "process_group": [group.name, group.description],
+        "collective_seq_id": 0 if call.point_to_point else call.number,
+        "p2p_seq_id": call.number if call.point_to_point else 0,
+        "is_p2p": call.point_to_point,
+        "profiling_name": f"{report.source}:{call.op}",
+        "time_created_ns": report.t_ns - call.age_ns,
+        "input_sizes": call.input_sizes,
+        "input_dtypes": call.input_dtypes,
+        "output_sizes": call.output_sizes,
+        "output_dtypes": call.output_dtypes,
+        "state": "completed" if call.finished else "scheduled",
+        "retired": call.finished,
+        "frames": frames,
+    }
 
 
 def _group(group: GroupReport) -> ProcessGroup:

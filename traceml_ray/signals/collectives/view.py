@@ -23,13 +23,16 @@ from traceml_ray.signals.collectives.judge import (
 )
 from traceml_ray.signals.collectives.match import Mismatch, match
 from traceml_ray.signals.collectives.records import CALLS, LAST_CALLS
-from traceml_ray.signals.collectives.reported import collectives_of
+from traceml_ray.signals.collectives.reported import as_dump, collectives_of
 from traceml_ray.signals.finding import Finding, OnSteps, key_of, known
 from traceml_ray.signals.view import SLOW_RANKS, Run, View
 from traceml_ray.store.query import OfRun
 from traceml_ray.store.rank_processes import RankProcess
+from traceml_ray.store.session_file import SessionFile
 
 _EVERY_S = 10.0
+MAX_FILES = 512
+"""Largest number of ranks whose last calls are files of a bundle. Its session has those of all ranks."""
 _ROWS, _LEAST_RATE = 16, 0.01
 """Largest number of kinds that a table shows; bandwidth below which only a bound is shown, in GB/s."""
 _NOTE = "time: from when the last rank joined; wait: of a rank for the last one; GB/s: as in nccl-tests"
@@ -67,6 +70,15 @@ class CollectivesView(View[CollectiveTimes]):
     def cause(self, death: Verdict, answer: CollectiveTimes) -> str:
         """Return which call differs between the ranks, or which rank ended while others waited for it."""
         return answer.mismatch.why if answer.mismatch is not None else ""
+
+    def files(
+        self, file: SessionFile, ranks: Mapping[int, RankProcess], since_ns: int
+    ) -> Iterator[tuple[str, bytes]]:
+        """Yield the last calls of each rank, as a dump of torch's flight recorder."""
+        reports = file.records_of(LAST_CALLS, [process.id for process in ranks.values()])
+        known = [(rank, reports[s.id][-1]) for rank, s in sorted(ranks.items()) if s.id in reports]
+        for rank, report in [(rank, report) for rank, report in known if report.t_ns >= since_ns][:MAX_FILES]:
+            yield f"collectives_rank_{rank}.json", as_dump(report)
 
     def findings(
         self, answer: CollectiveTimes, steps: Sequence[Finding], verdict: OnSteps | None
@@ -121,7 +133,10 @@ def _mismatch(run: Run) -> Mismatch | None:
         if process.id in reports or process.final
     )
     mismatch = match(known) if reports else None
-    return mismatch if mismatch is not None and mismatch.proven else None
+    if mismatch is None or not mismatch.proven:
+        return None
+    failed = all(run.ranks[rank].id in reports for rank in mismatch.ranks)
+    return None if mismatch.kind == "missing" and failed else mismatch  # its own exception says more
 
 
 def _of_mismatch(mismatch: Mismatch) -> Section:

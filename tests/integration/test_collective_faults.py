@@ -1,0 +1,141 @@
+"""Ten jobs of four gloo ranks that a collective stops: rank, operation and line are named within 30 s."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from traceml_ray.store.schema import SessionFileError
+from traceml_ray.store.session_file import SessionFile
+
+SCRIPT = Path(__file__).with_name("collective_faults.py")
+STEP = 20
+LIMIT_S = 30.0
+AT_ONCE = 3
+"""Number of jobs at a time: after their start they only wait."""
+
+
+class Fault(NamedTuple):
+    """A fault of the script, and who has it."""
+
+    name: str
+    rank: int
+    ops: tuple[str, ...]
+    """Operations that the verdict names: the one that the rank calls, and that of the others."""
+    lines: tuple[str, ...]
+    """Marks of the lines that the verdict names."""
+    dies: bool = False
+    """Whether gloo ends the ranks."""
+
+
+FAULTS = [
+    Fault("missing", 2, ("all_reduce",), ("missing", "others")),
+    Fault("other_op", 1, ("all_gather", "all_reduce"), ("other_op", "others")),
+    Fault("other_shape", 2, ("all_reduce [8] Float", "all_reduce [4] Float"), ("other_shape", "others")),
+    Fault("other_dtype", 2, ("all_reduce [4] Long", "all_reduce [4] Float"), ("other_dtype", "others")),
+    Fault("other_order", 3, ("all_reduce",), ("order_first", "other_order")),
+    Fault("early_exit", 3, ("all_reduce",), ("others",), dies=True),
+    Fault("exception", 1, ("all_gather", "all_reduce"), ("exception", "others")),
+    Fault("rank_0_barrier", 0, ("barrier", "all_reduce"), ("rank_0_barrier", "others")),
+    Fault("sub_group", 3, (), ("sub_group",)),
+    Fault("one_behind", 2, ("broadcast", "all_reduce"), ("one_behind", "others")),
+]
+
+
+def place(mark: str) -> str:
+    """Return the file and line with a mark as a verdict writes them."""
+    for number, line in enumerate(SCRIPT.read_text().splitlines(), 1):
+        if line.endswith(f"#! {mark}"):
+            return f"({SCRIPT.name}:{number})"
+    raise AssertionError(mark)
+
+
+class Outcome(NamedTuple):
+    """What was said of a job."""
+
+    seconds: float | None
+    """Time between the last progress and the first verdict on the hang, in s. None: it never hung."""
+    verdict: dict[str, Any]
+    """Verdict in the summary."""
+
+
+def first_hang(folder: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(SessionFileError), SessionFile(folder / "s" / "session.sqlite") as session:
+        return next((one for one in session.verdicts()[0] if one["label"] == "hang"), None)
+    return None
+
+
+def run(folder: Path, fault: str, step: int, limit_s: float = 150.0) -> Outcome:
+    """Run a job until it hangs, or ends."""
+    folder.mkdir()
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(folder)}
+    flags = ("--nproc-per-node", "4", "--out", str(folder), "--session", "s")
+    command = [sys.executable, "-m", "traceml_ray.launch", *flags, str(SCRIPT), fault, str(step)]
+    with (folder / "stderr").open("w") as stderr:
+        job = subprocess.Popen(command, env=environ, cwd=folder, stderr=stderr, stdout=subprocess.DEVNULL)
+    try:
+        end, seconds = time.monotonic() + limit_s, None
+        while job.poll() is None and seconds is None and time.monotonic() < end:
+            time.sleep(0.2)
+            if (hang := first_hang(folder)) is not None:
+                seconds = (time.time_ns() - hang["began_ns"]) / 1e9
+        if job.poll() is None:
+            time.sleep(4)  # the stacks arrive
+            job.terminate()
+        job.wait(120)
+    finally:
+        job.kill()
+        job.wait(60)
+    return Outcome(seconds, json.loads((folder / "s" / "summary.json").read_text())["verdict"])
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_rank_operation_and_line_are_named_in_ten_of_ten_jobs(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        outcomes = [*pool.map(lambda fault: run(tmp_path / fault.name, fault.name, STEP), FAULTS)]
+    wrong = []
+    for fault, (seconds, verdict) in zip(FAULTS, outcomes, strict=True):
+        why = verdict["why"]
+        known = [f"`{op}`" in why or f" {op} " in why or f" {op};" in why for op in fault.ops]
+        known += [place(mark) in why for mark in fault.lines]
+        known += [verdict["ranks"] == [fault.rank] or f"rank {fault.rank} " in why.lower()]
+        known += [verdict["label"] == ("rank_lost" if fault.dies else "hang")]
+        known += [fault.dies or (seconds is not None and seconds <= LIMIT_S)]
+        print(fault.name, verdict["label"], verdict["ranks"], seconds and round(seconds, 1), why, sep=" | ")
+        wrong += [] if all(known) else [(fault.name, known, seconds, verdict["label"], why)]
+    assert not wrong
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_other_operation_before_the_first_step_is_named(tmp_path: Path) -> None:
+    seconds, verdict = run(tmp_path / "job", "other_op", 0)
+    assert (verdict["label"], verdict["ranks"], verdict["last_step"]) == ("hang", [1], None), verdict["why"]
+    assert place("other_op") in verdict["why"] and seconds is not None and seconds <= LIMIT_S
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_nothing_is_a_hang_in_half_an_hour_of_healthy_training_with_long_pauses(tmp_path: Path) -> None:
+    script, minutes = SCRIPT.with_name("healthy_training.py"), os.environ.get("HEALTHY_MINUTES", "30")
+    flags = ("--nproc-per-node", "4", "--out", str(tmp_path), "--session", "s")
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "traceml_ray.launch", *flags, str(script), minutes]
+    subprocess.run(command, env=environ, cwd=tmp_path, check=True, timeout=60 * float(minutes) + 900)
+    with SessionFile(tmp_path / "s" / "session.sqlite") as session:
+        verdicts = session.verdicts()[0]
+    stalls = [one for one in verdicts if one["began_ns"]]
+    assert {one["label"] for one in stalls} <= {"stalled"}, [one["why"] for one in stalls]
+    assert {rank for one in stalls for rank in one["ranks"]} <= {0}
+    summary = json.loads((tmp_path / "s" / "summary.json").read_text())
+    assert summary["collectives"]["mismatch"] is None
