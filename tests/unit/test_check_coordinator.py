@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 
 from traceml_ray.ray.check import labelled, node_environment, reserved
 from traceml_ray.signals.check import coordinator
-from traceml_ray.signals.check.coordinator import TRIALS, Coordinator, waves
+from traceml_ray.signals.check.coordinator import TRIALS, Coordinator, joined, waves
 from traceml_ray.signals.check.nodes import NoAnswerError
 from traceml_ray.signals.check.pairs import Pair
 from traceml_ray.signals.check.records import Checked, Measure
@@ -171,6 +172,19 @@ def test_only_what_no_job_uses_is_measured(reserved_there: str, machine: dict[st
     disturbed = Coordinator(nodes, Plan(path="/data", disturb=True)).run()
     assert disturbed.in_use == {} and disturbed.names == ["node-0", "node-1", "node-2"]
     assert [task for task in nodes[1].tasks if isinstance(task, Begin)][-1] == Begin("node-1", path="/data")
+
+
+def test_two_exchanges_of_a_pair_are_one_measure_and_each_pair_has_its_turn_twice() -> None:
+    one = Measure("all_reduce", "link", "B/s", [1.0, 2.0], others=[0.1, 0.2])
+    other = Measure("all_reduce", "link", "B/s", [3.0], others=[0.3])
+    (both,) = joined([one], [other])
+    assert (both.values, both.others) == ([1.0, 2.0, 3.0], [0.1, 0.2, 0.3])
+    (both,) = joined([one], [msgspec.structs.replace(other, others=None)])
+    assert (both.values, both.others) == ([1.0, 2.0, 3.0], None)
+    assert joined([one], []) == joined([], [other]) == ()
+    nodes = played("a", "a", "a", "a")
+    outcome = Coordinator(nodes, Plan()).run()
+    assert all(len(measures[0].values) == 2 for one in outcome.rounds for measures in one.values())
 
 
 def test_one_node_is_measured_all_the_time() -> None:

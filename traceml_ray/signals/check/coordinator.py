@@ -46,6 +46,11 @@ _IN_USE = 0.5
 
 _OF_GPUS = "gpu_matmul", "gpu_memory"
 """Probes that a job on the cores of the same node does not notice."""
+_VISITS = 2
+"""
+Number of times that a pair exchanges data in a round. Others do in between, so that a disturbance of some
+seconds is not the measure of one pair.
+"""
 Job = tuple[frozenset[str], Callable[[], None]]
 """What a job keeps busy, and the job."""
 
@@ -190,13 +195,14 @@ class Coordinator:
             measured: dict[Pair, Sequence[Measure]] = {}
 
             def exchange(pair: Pair, measured: dict[Pair, Sequence[Measure]] = measured) -> None:
-                measures = self._exchange(names[pair[0]], names[pair[1]], seconds)
+                measures = self._exchange(names[pair[0]], names[pair[1]], seconds / _VISITS)
                 with self._lock:
-                    measured[pair] = measures
+                    measured[pair] = joined(measured[pair], measures) if pair in measured else measures
 
             self._in_waves(
                 [
                     (self._hosts(*(names[node] for node in pair)), lambda pair=pair: exchange(pair))  # type: ignore[misc]
+                    for _ in range(_VISITS)
                     for pair in pairs
                 ]
             )
@@ -232,6 +238,17 @@ class Coordinator:
             running = [self._pool.submit(job) for job in wave]
             for future in running:
                 future.result()
+
+
+def joined(one: Sequence[Measure], other: Sequence[Measure]) -> Sequence[Measure]:
+    """Return the trials of two exchanges of a pair as those of one. A pair that failed once has failed."""
+    both = list[Measure]()
+    for before, after in zip(one, other, strict=False):
+        known = before.others is not None and after.others is not None
+        others = [*(before.others or ()), *(after.others or ())] if known else None
+        values = [*before.values, *after.values]
+        both.append(msgspec.structs.replace(before, values=values, others=others))
+    return tuple(both)
 
 
 def waves(jobs: Iterable[Job]) -> Iterable[list[Callable[[], None]]]:

@@ -13,17 +13,18 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
+from traceml_ray.signals.check.cores import Waits
 from traceml_ray.signals.check.records import Measure
 from traceml_ray.signals.check.tasks import Exchange
 
 SPARE_S = 15.0
 """Longest time in s that the two processes wait for each other."""
-_FIRST_BYTES = 1 << 18
-_LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 26
+_CPU_BYTES, _GPU_BYTES = 1 << 22, 1 << 26
+"""Data of each process in a call."""
 _TRIALS = 12
 """Wanted number of trials of each kind of exchange."""
 _LEAST_TRIALS, _MOST_TRIALS = 4, 64
@@ -62,9 +63,9 @@ def exchange(store: Any, task: Exchange) -> list[Measure]:
     dist.init_process_group(backend, store=store, rank=task.place, world_size=2, timeout=limit)
     try:
         measures = [
-            Measure(name, "link", "B/s", [factor * value for value in values], like=backend)
+            Measure(name, "link", "B/s", [factor * value for value in trials.values], backend, trials.others)
             for name, (run, factor) in _RUN.items()
-            for values in [_trials(run, device, task.seconds / len(_RUN))]
+            for trials in [_trials(run, device, task.seconds / len(_RUN))]
         ]
         return measures if task.place == 0 else []
     finally:
@@ -93,33 +94,52 @@ bandwidth as nccl-tests defines it).
 """
 
 
-def _trials(run: Callable[[Any, list[Any]], None], device: Any, seconds: float) -> list[float]:
-    """Return data of one process ÷ time (bytes/s) of each trial. Both processes make equally many trials."""
+class ExchangeTrials(NamedTuple):
+    """Trials of one operation."""
+
+    values: list[float]
+    """Data of one process ÷ time (bytes/s), without the time in which a process waited for a core."""
+    others: list[float] | None
+    """Share (0..1) of that time: of the process that waited longer. None: not known."""
+
+
+def _trials(run: Callable[[Any, list[Any]], None], device: Any, seconds: float) -> ExchangeTrials:
+    """Return trials of an operation. Both processes make equally many, of equal size."""
     import torch
     import torch.distributed as dist
 
-    def once(size: int, calls: int = 1) -> float:
-        data = torch.ones(size // 4, device=device)
-        parts = [torch.empty_like(data) for _ in range(2)]
+    # One size for all pairs: the bandwidth depends on it.
+    size, waits = (_GPU_BYTES if device.type == "cuda" else _CPU_BYTES), Waits()
+    data = torch.ones(size // 4, device=device)
+    parts = [torch.empty_like(data) for _ in range(2)]
+
+    def trial(calls: int) -> tuple[float, float | None]:
+        """Return the time of a call in s, and the share of it in which this process waited for a core."""
         dist.barrier()
+        waits.restart()
         began = time.perf_counter()
         for _ in range(calls):
             run(data, parts)
             data.fill_(1.0)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        return (time.perf_counter() - began) / calls
+        spent, waited = time.perf_counter() - began, waits.longest_ns()
+        return spent / calls, None if waited is None else min(waited * 1e-9 / spent, 0.99)
 
-    once(_FIRST_BYTES)  # connects
-    one_s = min(once(_FIRST_BYTES) for _ in range(2))
-    share_s = seconds / _TRIALS
-    wanted = int(_FIRST_BYTES * share_s / one_s) // 4 * 4
+    trial(1)  # connects
     # Place 0 decides for both: two clocks would disagree.
-    size = _agreed(min(max(wanted, _LEAST_BYTES), _MOST_BYTES), device)
-    trial_s = once(size)
-    calls = _agreed(min(max(1, int(share_s / trial_s)), 1000), device)
-    trials = _agreed(min(max(_LEAST_TRIALS, int(seconds / (trial_s * calls))), _MOST_TRIALS), device)
-    return [size / once(size, calls) for _ in range(trials)]
+    one_s = trial(1)[0]
+    calls = _agreed(min(max(1, int(seconds / _TRIALS / one_s)), 1000), device)
+    count = _agreed(min(max(_LEAST_TRIALS, int(seconds / (one_s * calls))), _MOST_TRIALS), device)
+    trials = [trial(calls) for _ in range(count)]
+    mine = [2.0 if share is None else share for _, share in trials]
+    shares = torch.tensor(mine, dtype=torch.float64, device=device)
+    dist.all_reduce(shares, op=dist.ReduceOp.MAX)
+    others: list[float] = shares.tolist()
+    if max(others) > 1:  # one of the two processes does not know
+        return ExchangeTrials([size / spent for spent, _ in trials], None)
+    values = [size / (spent * (1 - share)) for (spent, _), share in zip(trials, others, strict=True)]
+    return ExchangeTrials(values, others)
 
 
 def _agreed(number: int, device: Any) -> int:

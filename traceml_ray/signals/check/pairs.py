@@ -110,7 +110,7 @@ class _Pairs:
 
     def _judge(self, group: Sequence[tuple[Pair, Measure]], alpha: float) -> None:
         limit = LIMITS[group[0][1].probe]
-        trials = [trials_of(measure.values) for _, measure in group]
+        trials = [trials_of(measure.values, measure.others) for _, measure in group]
         least = logarithm(limit.least)
         compared = compare(trials, least, limit.usual, alpha, _LEAST_FAST)
         known = compared.level == compared.level and len(group) > 1
