@@ -220,7 +220,7 @@ def _as_circle(table: CallTable, inside: dict[int, list[Wait]]) -> Mismatch:
         confidence="high" if sure else "medium",
         why=f"Ranks call the collectives of {text.listed([table.text_of(one) for one in groups])} {order}, "
         f"and wait for each other: {'; '.join(parts[:8])}.",
-        next="Call the collectives of all groups in the same order on all ranks.",
+        next=f"Call the collectives of {'both' if two else 'all'} groups in the same order on all ranks.",
     )  # fmt: skip
 
 
