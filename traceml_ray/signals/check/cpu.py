@@ -35,9 +35,8 @@ class CpuProbe:
         work: makes the work and returns its size, in the subject's unit times s, and the function that does
             it once. It runs on these cores.
         cpu_time: what a CPU quota withholds.
+        weight: its share of the time of a round.
     """
-
-    weight = 1.0
 
     def __init__(
         self,
@@ -45,7 +44,9 @@ class CpuProbe:
         cores: Sequence[int],
         work: Callable[[int], tuple[float, Callable[[], object]]],
         cpu_time: CpuTime,
+        weight: float = 1.0,
     ) -> None:
+        self.weight = weight
         self.subjects: Sequence[ProbeSubject] = [subject]
         self._cores, self._cpu_time, self._waits = cores, cpu_time, machine.Waits()
         with machine.running_on(cores), _threads(len(cores)):
@@ -116,12 +117,12 @@ def cpu_probes(root: Path, only: Any, cpu_time: CpuTime, errors: list[str]) -> I
 
     if "cpu_matmul" in only:
         whole = ProbeSubject("cpu_matmul", "CPU", "FLOP/s", like(every))
-        yield CpuProbe(whole, every, _multiplication, cpu_time)
+        yield CpuProbe(whole, every, _multiplication, cpu_time, 2.0)
     parts = machine.groups(every, root)
     if "core_matmul" in only and len(parts) > 1:
         for cores in parts:
             subject = ProbeSubject("core_matmul", _cores(cores), "FLOP/s", like(cores))
-            yield CpuProbe(subject, cores, _multiplication, cpu_time)
+            yield CpuProbe(subject, cores, _multiplication, cpu_time, 2.0 / len(parts))
     if "host_memory" in only:
         nodes = machine.numa_nodes(every, root)
         for number, cores in enumerate(nodes):
