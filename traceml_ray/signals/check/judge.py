@@ -16,10 +16,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
-import numpy as np
 
 from traceml_ray import text
-from traceml_ray.signals.check.peers import LEAST_TRIALS, PeerComparison, Trials, compare, persists, trials_of
+from traceml_ray.signals.check.peers import (
+    LEAST_TRIALS,
+    PeerComparison,
+    Trials,
+    compare,
+    lower_trials,
+    persists,
+    trials_of,
+)
 from traceml_ray.signals.check.records import Checked, MachineState, Measure
 
 ALPHA = 0.001
@@ -308,7 +315,7 @@ def _judge(row: Level, trials: Trials, compared: PeerComparison, index: int, lim
         return
     below = f"{text.share(row.lower)} below its peers"
     if not persists(trials, compared.level, least):
-        count = int(np.count_nonzero(trials.values <= compared.level - least / 2))
+        count = lower_trials(trials, compared.level, least)
         row.why = f"{below}, but in only {count} of {row.trials} trials: something else disturbed it."
     elif not compared.beyond[index]:
         row.why = f"{below}, but only {text.share(row.sees)} would be beyond chance here."

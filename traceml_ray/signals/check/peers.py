@@ -30,8 +30,13 @@ DISTURBED = 0.5
 """A trial counts only if other processes took at most this share of it."""
 _UNKNOWN = 0.4
 """A level counts if chance changes it by at most this much (a logarithm)."""
-PERSISTS = 0.8
-"""Share of its trials in which a slow subject must be slower than its peers' level."""
+_EXCEPTIONS = 0.1
+"""Share of its trials in which a slow subject may be faster; of six trials or more, at least one may be."""
+_PERSISTS = 2 / 3
+"""Part of the least difference by which each of the other trials must be below the peers' level."""
+_OF_ITS_MEDIAN = 0.5
+"""The same, as a part of the difference of its level."""
+_SEVERAL = 6
 _OF_MEDIAN = 1.2533
 """Standard error of a median, relative to that of a mean."""
 _OF_MAD = 1.4826
@@ -150,5 +155,13 @@ def _student(z: float, freedom: int) -> float:
 
 
 def persists(trials: Trials, level: float, least: float) -> bool:
-    """Return whether nearly all trials are below the peers' `level` by at least half of `least`."""
-    return float(np.mean(trials.values <= level - least / 2)) >= PERSISTS
+    """Return whether nearly all trials are below the peers' `level`. Else something else disturbed some."""
+    count = len(trials.values)
+    exceptions = max(1, int(_EXCEPTIONS * count)) if count >= _SEVERAL else 0
+    return lower_trials(trials, level, least) >= count - exceptions
+
+
+def lower_trials(trials: Trials, level: float, least: float) -> int:
+    """Return the number of trials that are below the peers' `level` by enough to count as slow."""
+    enough = max(_PERSISTS * least, _OF_ITS_MEDIAN * (level - trials.level))
+    return int(np.count_nonzero(trials.values <= level - enough))
