@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 
 import numpy as np
-from figures import machine, publish
+from figures import machine
 
 from traceml_ray.signals.check.judge import judged
 from traceml_ray.signals.check.records import Checked, Measure
@@ -91,7 +91,7 @@ COLUMNS = (
 
 
 def main() -> None:
-    """Print the table, and publish it."""
+    """Print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -101,12 +101,10 @@ def main() -> None:
     args = parser.parse_args()
     rng = np.random.default_rng(args.seed)
     print(machine())
-    rows = []
     for count in NODES[: 5 if args.quick else None]:
         repeats = 20 if args.quick else max(20, min(args.repeats, args.repeats * 32 // count))
-        rows.append(row(count, repeats, rng))
-        print("  ".join(f"{head}: {cell}" for head, cell in zip(COLUMNS, rows[-1], strict=True)), flush=True)
-    publish("check", COLUMNS, rows)
+        cells = zip(COLUMNS, row(count, repeats, rng), strict=True)
+        print("  ".join(f"{head}: {cell}" for head, cell in cells), flush=True)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,6 @@ SECTIONS: dict[str, tuple[Shown, ...]] = {
         Shown("device_held_out", "The same for random jobs, held out."),
         Shown("traces", "Rows against traces of torch's profiler."),
         Shown("comparison", "Comparison of two sessions."),
-        Shown("check", "Checks of nodes, drawn: how often a healthy node is named, and a slow one."),
         Shown("frameworks", "Frameworks with a slow rank ([reports](../docs/frameworks.md))."),
         Shown("compat", "Tests on the oldest and newest versions."),
         Shown("more_verdicts", "More."),

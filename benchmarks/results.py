@@ -60,7 +60,6 @@ BENCHMARKS = (
     Benchmark("Verdicts", "device_tables.py --held-out"),
     Benchmark("Verdicts", "traces.py"),
     Benchmark("Verdicts", "compare.py --markdown"),
-    Benchmark("Verdicts", "check.py"),
     Benchmark("Verdicts", "frameworks"),
     Benchmark("Verdicts", "compat"),
     Benchmark("Scale", "scale.py"),

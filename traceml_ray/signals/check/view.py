@@ -18,6 +18,7 @@ from traceml_ray.signals.view import SLOW_RANKS, Run, View
 from traceml_ray.store.query import OfRun
 from traceml_ray.store.rank_processes import RankProcess, process_labels
 
+_EVERY_S = 30.0
 MOST_ROWS = 40
 """Largest number of rows of the table."""
 _STATES = {"slow": "slow", "alike": "", "unsure": "not sure", "no peers": "no peers"}
@@ -25,11 +26,11 @@ _TONES = {"slow": "warning", "unsure": "notice"}
 _LABELS = {"device": "slow_device", "link": "slow_link"}
 
 
-def blocks(result: CheckResult) -> list[Facts | Table]:
-    """Return what people read of a check."""
-    named = [pair for one in result.slow for pair in (("Slow", one.why), ("Next", one.next))]
+def blocks(result: CheckResult, *, named: bool = True) -> list[Facts | Table]:
+    """Return what people read of a check. With `named`, also why each slow part is named, and what to do."""
+    slow = [pair for one in result.slow * named for pair in (("Slow", one.why), ("Next", one.next))]
     return [
-        Facts(("Check", headline(result)), *named),
+        Facts(("Check", headline(result)), *slow),
         table(result),
         Facts.listed("Not sure", result.unsure),
         Facts.listed("Note", result.notes),
@@ -111,6 +112,7 @@ class CheckView(View[CheckResult]):
 
     name = "check"
     question = GetCheck
+    polled = True
     finds = MappingProxyType({})
 
     def answer(self, run: Run, asked: GetCheck) -> CheckResult:
@@ -131,7 +133,11 @@ class CheckView(View[CheckResult]):
 
     def every_s(self, ranks: Mapping[int, RankProcess], world: int) -> float | None:
         """Return 30 s."""
-        return 30.0 if world < SLOW_RANKS else None
+        return _EVERY_S if world < SLOW_RANKS else None
+
+    def polls_s(self, ranks: Mapping[int, RankProcess], world: int) -> float | None:
+        """Return 30 s."""
+        return _EVERY_S if world < SLOW_RANKS else None
 
     def block(self, answer: CheckResult) -> Any:
         """Return the answer as plain values, with the rows of the table."""
@@ -145,7 +151,7 @@ class CheckView(View[CheckResult]):
         """Return what the check says, and what it measured. Nothing without a check."""
         if not answer.levels and not answer.errors:
             return ()
-        return [Section("tables", blocks(answer), "Check of the nodes", gauges=_gauges(answer))]
+        return [Section("tables", blocks(answer, named=False), "Check of the nodes", gauges=_gauges(answer))]
 
     def brief(self, answer: CheckResult) -> Facts:
         """Return what is slow."""
@@ -201,4 +207,4 @@ def _finding(one: Slow, straggler: Finding | None) -> Finding:
 def _gauges(answer: CheckResult) -> list[Gauge]:
     about = "How much lower a part of a node measured than its peers in the last check, 0 to 1."
     series = [((*one.nodes[:1], one.part, one.probe), one.lower) for one in answer.slow]
-    return [Gauge("traceml_check_lower", about, series, ("node", "part", "probe"), "ratio")]
+    return [Gauge("check_lower", about, series, ("node", "part", "probe"), "ratio")]
