@@ -22,6 +22,7 @@ from traceml_ray.wire.codec import ready
 
 from .arguments import CHECK_S, Nodes
 from .check_process import CheckReply, CheckRequest, limit_s
+from .cluster import JOIN_S
 from .guard import guarded
 
 NAMED = 3
@@ -29,7 +30,7 @@ NAMED = 3
 _NOTHING = "no node, device or link is slower than its peers"
 _KILLED_S = 5.0
 _RESTART_S = 60.0
-"""How long nodes wait for each other at a restart, in s: all of them restart at the same time."""
+"""How long nodes wait for each other, in s, at a restart (all restart together) and in elastic jobs."""
 
 
 def is_wanted(args: argparse.Namespace) -> bool:
@@ -69,7 +70,9 @@ def check_at_restart(
 def _request(args: argparse.Namespace, nodes: Nodes) -> CheckRequest:
     plan = Plan(seconds=args.check_seconds or CHECK_S, path=args.check_path or "", disturb=True)
     port = int(nodes.head.rpartition(":")[2] or 0) + 1
-    return CheckRequest(os.getpid(), plan, nodes.count, nodes.first, nodes.host, port)
+    # A node may join an elastic job at any time, and the first one has then been checked long ago.
+    join_s = JOIN_S if nodes.fixed else _RESTART_S
+    return CheckRequest(os.getpid(), plan, nodes.count, nodes.first, nodes.host, port, join_s)
 
 
 def _checked(request: CheckRequest, environ: Mapping[str, str]) -> CheckReply | None:

@@ -175,7 +175,9 @@ class Gathering:
         wanted = self._request.nodes - 1
         if not wanted:
             return []
-        server = socket.create_server(("", self._request.port), family=socket.AF_INET)
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        server = socket.create_server(("", self._request.port), family=family, dualstack_ipv6=both)
         threading.Thread(
             target=self._accept, args=(server,), name="traceml-check-accept", daemon=True
         ).start()
@@ -207,8 +209,8 @@ class Gathering:
                     line.send(CheckReply(error=_LATE))
                     line.close()
                     return
-                self._first.address = connection.getsockname()[0]
-                self._joined.append(JoinedNode(self._name(host), address, line))
+                self._first.address = _plain(connection.getsockname()[0])
+                self._joined.append(JoinedNode(self._name(host), _plain(address), line))
                 self._lock.notify()
         except (OSError, msgspec.MsgspecError):
             line.close()
@@ -218,6 +220,11 @@ class Gathering:
         taken = {self._first.name, *(node.name for node in self._joined)}
         labels = (host, *(f"{host} ({number})" for number in range(2, len(taken) + 3)))
         return next(label for label in labels if label not in taken)
+
+
+def _plain(address: str) -> str:
+    """Return an IPv4 address that a socket for both versions has written as one of IPv6."""
+    return address.removeprefix("::ffff:")
 
 
 def _check_as_first(request: CheckRequest) -> CheckReply:
@@ -278,6 +285,8 @@ def _of_node(reply: CheckReply, outcome: Outcome, name: str, kind: str) -> Check
 
 def _check_as_other(request: CheckRequest) -> CheckReply:
     """Do the tasks that the first node sends, until it sends the result."""
+    if request.nodes < 2:
+        return CheckReply(error="the job may begin with one node, so only the first node is checked")
     line, process = _connected(request), TaskProcess(os.environ)
     line.send(Hello(socket.gethostname()))
     try:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from played import Played
 
 from traceml_ray.launchers import check as launcher_check
 from traceml_ray.launchers import check_process
@@ -121,6 +122,13 @@ def test_node_that_does_not_come_is_waited_for_and_counted(monkeypatch: pytest.M
     assert "2 nodes did not come within 0.2 s" in reply.lines and reply.error == ""
 
 
+def test_node_that_may_join_later_does_not_wait_for_a_check_of_the_first_one() -> None:
+    request = CheckRequest(0, Plan(), 1, False, "127.0.0.1", free_port(), 60.0)
+    assert "only the first node is checked" in check_process.check(request).error
+    assert launcher_check._request(flags(), Nodes(2, fixed=False)).join_s == 60.0
+    assert launcher_check._request(flags(), Nodes(2)).join_s == 300.0
+
+
 def test_first_node_that_does_not_come_is_an_error() -> None:
     request = CheckRequest(0, Plan(), 2, False, "127.0.0.1", free_port(), 0.1)
     assert "nothing answers at 127.0.0.1" in check_process.check(request).error
@@ -154,6 +162,15 @@ def test_at_a_restart_nodes_are_checked_only_if_there_was_a_straggler(
     monkeypatch.setattr(check_process, "_has_straggler", lambda _session: True)
     replies = check_of(2, session=str(tmp_path), kind="restart")
     assert [check.kind for reply in replies for check in reply.checks] == ["restart"] * 2
+
+
+@pytest.mark.parametrize("late", [None, 2])
+def test_straggler_is_read_from_the_file_of_the_session_that_runs(late: int | None, tmp_path: Path) -> None:
+    session = Played(tmp_path, 4, per_node=2, late=late, late_ms=40.0, onset=0, gpus=0)
+    for _ in range(20):
+        session.play(10)
+    session.aggregator.commit()
+    assert check_process._has_straggler(tmp_path) == (late is not None)
 
 
 # -- the launcher -------------------------------------------------------------------------------
