@@ -18,6 +18,7 @@ def collectives_of(
     where: str | None = None,
     call: str | None = None,
     ended: bool = False,
+    ending: str = "",
 ) -> RankCollectives:
     """
     Return the collectives of one rank.
@@ -28,6 +29,7 @@ def collectives_of(
         where: where in the user's code it is now.
         call: function of torch.distributed that it waits in now.
         ended: whether its process has ended.
+        ending: how it ended, for a person.
     """
     return RankCollectives(
         rank=rank,
@@ -37,6 +39,7 @@ def collectives_of(
         where=where,
         call=call,
         ended=ended,
+        ending=ending,
         taken_ns=report.t_ns if report else None,
     )
 
