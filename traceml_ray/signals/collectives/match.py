@@ -79,6 +79,7 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
     proven: bool = False
     """Whether it cannot be healthy, however long one waits."""
     confidence: Literal["low", "medium", "high"] = "high"
+    """How sure it is that these ranks and this collective are the cause."""
     why: str = ""
     """Explanation in sentences for a person."""
     next: str = ""
