@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -202,3 +203,22 @@ def test_without_records_of_lives_nothing_is_claimed(tmp_path: Path) -> None:
     assert (answer.rank_s, answer.goodput_pct, answer.seconds) == (0, None, {})
     assert answer.why["steps"] == "no rank has reported when it was started"
     assert GoodputView().sections(answer) == ()
+
+
+def test_the_report_draws_one_bar_that_adds_up_and_a_timeline(tmp_path: Path) -> None:
+    busy = restarted(tmp_path / "demo")
+    busy.ended = True
+    busy.play(0)
+    busy.end()
+    page = (busy.folder / "report.html").read_text()
+    drawn = page[page.index('class="strips"') : page.index("</div></section>", page.index('class="strips"'))]
+    for strip in re.findall(r"<svg.*?</svg>", drawn):
+        places = [
+            (float(x), float(width))
+            for x, width in re.findall(r'<rect x="([\d.]+)".*?width="([\d.]+)"', strip)
+        ]
+        ends = [x + width for x, width in places]
+        assert ends[-1] == pytest.approx(1000, abs=0.5)
+        assert [x for x, _ in places[1:]] == pytest.approx(ends[:-1], abs=0.2)
+    assert "<title>recovery between attempts: 8 s, attempt 1</title>" in drawn
+    assert "steps that were repeated" in (busy.folder / "report.txt").read_text()

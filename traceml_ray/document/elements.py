@@ -37,7 +37,7 @@ def tag(name: str, *content: Content, **attributes: object) -> Markup:
         if value is not None and value is not False:
             key = "class" if key == "cls" else key.rstrip("_").replace("_", "-")
             shown.append(f" {key}" if value is True else f' {key}="{escape(_legal(str(value)))}"')
-    if name in _VOID:
+    if name in _VOID and not content:
         return Markup(f"<{name}{''.join(shown)}/>")
     return Markup(f"<{name}{''.join(shown)}>{join(*content)}</{name}>")
 

@@ -366,5 +366,5 @@ def _gauges(answer: Goodput) -> list[Gauge]:
             ("what",),
             unit="seconds",
         ),
-        Gauge("cost", "Price of the time of all devices, if it is given.", [((), answer.cost)]),
+        Gauge("run_cost", "Price of the time of all devices of the run.", [((), answer.cost)]),
     ]
