@@ -109,7 +109,9 @@ def reader(monkeypatch: pytest.MonkeyPatch, asked: list[tuple[bool, ...]]) -> Co
 
     monkeypatch.setattr("torch._C._distributed_c10d._dump_fr_trace", dump, raising=False)
     monkeypatch.delattr("torch._C._distributed_c10d._dump_nccl_trace", raising=False)
-    return CollectivesReader(SimpleNamespace(missing={}))  # type: ignore[arg-type]
+    return CollectivesReader(
+        SimpleNamespace(missing={}, instrumentation=SimpleNamespace(collectives=SimpleNamespace(log=None)))
+    )  # type: ignore[arg-type]
 
 
 def test_recorder_is_read_on_command_and_after_an_exception_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -360,7 +360,7 @@ def dump(agent: RankAgent, name: str, run: str | None = None, what: str = "dump"
 
 
 def test_stack_request_is_answered_once_though_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traceml_ray.signals.collectives.agent.read", lambda _: None)
+    monkeypatch.setattr("traceml_ray.signals.collectives.agent.read", lambda *_: None)
     pipe = Pipe()
     agent = make(pipe)
     for asked in ("h1", "h1", "h2"):
@@ -376,7 +376,7 @@ def test_stack_request_is_answered_once_though_repeated(monkeypatch: pytest.Monk
 def test_position_request_is_answered_in_short_with_the_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "traceml_ray.signals.collectives.agent.read",
-        lambda asked: CollectivesReport(5, asked, "recorder", [], []),
+        lambda asked, _: CollectivesReport(5, asked, "recorder", [], []),
     )
     pipe = Pipe()
     agent = make(pipe)

@@ -20,6 +20,7 @@ from typing import Any
 from weakref import ref
 
 from traceml_ray.agent.marks import MAX_NAME_CHARS, STARTED
+from traceml_ray.agent.patch.call_log import CallLog
 from traceml_ray.agent.patch.patcher import Failed, Make, Patcher
 from traceml_ray.agent.recorder import Recorder, Spans
 from traceml_ray.agent.steps import GradientExchange
@@ -165,6 +166,8 @@ class Collectives:
         """
         self._merged: Mapping[Any, Any] = {}
         """Torch's own record of the groups whose collectives are being merged into one, by group."""
+        self.log: CallLog | None = None
+        """The newest calls. None: torch records them itself."""
         self._largest_reduced = 0
         self.reduction = ""
         """The name in _REDUCTIONS that has reduced the most bytes in one call."""
@@ -176,6 +179,8 @@ class Collectives:
 
         if not dist.is_available():
             return
+        if not hasattr(torch._C._distributed_c10d, "_dump_fr_trace"):
+            self.log = CallLog()
         self._merged = getattr(dist.distributed_c10d._world, "pg_coalesce_state", {})
         for name in _COLLECTIVES:
             if hasattr(dist, name):
@@ -237,6 +242,7 @@ class Collectives:
         reduces = op in _REDUCTIONS
         # `recv` returns the number of a rank
         starts, merged = op != "recv", self._merged
+        log = None if op in ("send", "recv", "batch_isend_irecv") else self.log  # of two ranks, or of none
 
         def make(original: Any) -> Any:
             parameters = list(inspect.signature(original).parameters)
@@ -246,10 +252,14 @@ class Collectives:
                 if is_dynamo_compiling() or self._inside:
                     return original(*args, **kwargs)
                 group = args[place] if len(args) > place else kwargs.get("group")
-                span = spans.begin(*((op, WORLD) if group is None else _named(op, group)))
+                named = (op, WORLD) if group is None else _named(op, group)
+                call = None if log is None else log.begin(op, named[1] or "", args)
+                span = spans.begin(*named)
                 result, buffers = None, (*args, *kwargs.values())
                 if span is None:
                     result = original(*args, **kwargs)
+                    if call is not None:
+                        call.finished = True
                     self._unmarked(buffers, result)
                     return result
                 self._inside = True
@@ -264,6 +274,8 @@ class Collectives:
                     size = self._largest(buffers) if sized else 0
                     started = (starts and result is not None) or merged
                     spans.end(span, size | STARTED if started else size)
+                if call is not None:
+                    call.finished = True
                 if reduces and exchange.peers is None:
                     self._reduced(op, group, buffers, size, result)
                 return result

@@ -15,10 +15,12 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from traceml_ray.agent.patch.call_log import CallLog
+from traceml_ray.agent.patch.collectives import WORLD
 from traceml_ray.agent.stacks import user_line
 from traceml_ray.errors import sendable
 from traceml_ray.signals.collectives.records import (
@@ -54,6 +56,7 @@ class CollectivesReader(Collector):
 
     def __init__(self, rank: Rank) -> None:
         self._missing = rank.missing
+        self._calls = rank.instrumentation.collectives
         self._reports: list[CollectivesReport] = []
 
     def handle_command(self, command: wire.Command) -> None:
@@ -77,13 +80,19 @@ class CollectivesReader(Collector):
                 f"torch's flight recorder has a ring of {size} calls, limit {_MAX_RING}"
             )
             return
-        report = read(asked)
+        report = read(asked, self._calls.log)
         if report is not None:
             self._reports.append(report)
 
 
-def read(asked: str) -> CollectivesReport | None:
-    """Return the newest collectives of this process. None: torch records none."""
+def read(asked: str, log: CallLog | None = None) -> CollectivesReport | None:
+    """
+    Return the newest collectives of this process. None: none are known.
+
+    Args:
+        asked: id of the command.
+        log: calls of the user's code, where torch records none.
+    """
     if "torch.distributed" not in sys.modules:
         return None
     module = sys.modules.get("torch._C._distributed_c10d")
@@ -92,7 +101,10 @@ def read(asked: str) -> CollectivesReport | None:
     # may be what hangs. Optimizers and DDP have imported it.
     lines = "_inductor" in vars(sys.modules["torch"])
     traces = [pickle.loads(dump(True, lines, False)) for dump in dumps]
-    return report_of(traces, asked, time.time_ns(), _members())
+    report = report_of(traces, asked, time.time_ns(), _members())
+    if report is None and log is not None:
+        report = report_of([{"entries": log.entries()}], asked, time.time_ns(), _members(), "marks")
+    return report
 
 
 def _is_of_collective(error: BaseException) -> bool:
@@ -113,7 +125,11 @@ def _with_failed_call(report: CollectivesReport) -> CollectivesReport:
 
 
 def report_of(
-    traces: Sequence[Mapping[str, Any]], asked: str, now_ns: int, members: Mapping[str, Iterable[int]]
+    traces: Sequence[Mapping[str, Any]],
+    asked: str,
+    now_ns: int,
+    members: Mapping[str, Iterable[int]],
+    source: Literal["recorder", "marks"] = "recorder",
 ) -> CollectivesReport | None:
     """
     Return a report of what torch's recorders contain. None if they contain no call.
@@ -123,6 +139,7 @@ def report_of(
         asked: id of the command.
         now_ns: present time, in ns since the epoch.
         members: global ranks of each process group of this process, by torch's name of the group.
+        source: who recorded the calls.
     """
     entries = [entry for trace in traces for entry in trace.get("entries", ())]
     if not entries:
@@ -149,7 +166,7 @@ def report_of(
     groups_of_calls = {call.group for call in calls}
     recorded = all(int(trace["entries"][0]["record_id"]) == 0 for trace in traces if trace.get("entries"))
     whole = recorded and len(groups_of_calls) == len(by_group)
-    return CollectivesReport(now_ns, sendable(asked), "recorder", groups, calls, whole)
+    return CollectivesReport(now_ns, sendable(asked), source, groups, calls, whole)
 
 
 def _selected(calls: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -227,7 +244,9 @@ def _members() -> dict[str, list[int]]:
         return {}
     names = dict(world.pg_names)  # groups that this process is not a member of have none
     groups = dict(world.pg_group_ranks).items()
-    return {str(names[group]): sorted(ranks) for group, ranks in groups if group in names}
+    members = {str(names[group]): sorted(ranks) for group, ranks in groups if group in names}
+    default = world.default_pg
+    return members if default not in names else {**members, WORLD: members[str(names[default])]}
 
 
 def ranges(ranks: Iterable[int]) -> list[tuple[int, int, int]]:
