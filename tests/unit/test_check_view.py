@@ -43,7 +43,7 @@ def test_what_is_slow_is_said_first_and_at_the_top_of_the_table() -> None:
     assert (
         "GPU 1 of node-1 multiplies 14 % slower than its 7 peers (602 TFLOP/s, usual 700 TFLOP/s" in written
     )
-    first = written[written.index("Measured") :].splitlines()[2]
+    first = written[written.index("Measured by the check") :].splitlines()[2]
     assert " ".join(first.split()) == "node-1 GPU 1 matmul 602 TFLOP/s 700 TFLOP/s −14 % 0.2 % slow"
 
 

@@ -219,7 +219,8 @@ class TorchGpu:
 
     def _copy(self, probe: str) -> tuple[float, Callable[[], object]]:
         torch = self._torch
-        size = self._room(2 * _COPIED if probe == "gpu_memory" else _PINNED) // 8 * 4
+        buffers, wanted = (2, _COPIED) if probe == "gpu_memory" else (1, _PINNED)
+        size = self._room(buffers * wanted) // buffers // 4 * 4
         here = torch.ones(size // 4, device=self._device)
         if probe == "gpu_memory":
             other = torch.empty_like(here)

@@ -61,7 +61,7 @@ def table(result: CheckResult) -> Table:
     rows = result.levels
     of_many = f" (the {MOST_ROWS} lowest of {len(rows):,})" if len(rows) > MOST_ROWS else ""
     return Table(
-        f"Measured{of_many}",
+        f"Measured by the check{of_many}",
         _columns(len({row.node for row in rows})),
         rows[:MOST_ROWS],
         empty="Nothing was measured.",
