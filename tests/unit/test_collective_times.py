@@ -263,8 +263,8 @@ def test_samples_are_spread_over_a_long_run() -> None:
 
 
 def test_records_are_sent_less_often_in_a_large_job_and_only_if_changed() -> None:
-    few, many = CallSums("host", 8), CallSums("host", 4096)
-    for sums, pause in ((few, 5.0), (many, 25.0)):
+    few, many = CallSums("host", 8, 32), CallSums("host", 4096)
+    for sums, pause in ((few, 5.0), (many, 60.0)):
         sums.add(ALL, 1, 5, 8)
         assert len(sums.due(100.0, False)) == 1
         sums.add(ALL, 2, 5, 8)
@@ -274,6 +274,18 @@ def test_records_are_sent_less_often_in_a_large_job_and_only_if_changed() -> Non
     for step in range(200):
         many.add(ALL, step, 5, 8)
     assert len(many.due(300.0, True)[0].samples) <= 32
+
+
+def test_ranks_of_a_large_job_do_not_send_all_at_once() -> None:
+    sent: list[float] = []
+    for rank in range(128):
+        sums, now = CallSums("inspector", rank=rank), 100.0
+        sums.add(ALL._replace(group_size=4096), 1, 5, 8)
+        while not sums.due(now, False):
+            now += 1.0
+        sent.append(now)
+    assert min(sent) == 100.0 and max(sent) == 160.0
+    assert max(sent.count(now) for now in sent) <= 6
 
 
 def test_too_many_kinds_are_counted() -> None:
@@ -453,6 +465,12 @@ def test_large_job_is_not_asked_while_it_runs() -> None:
     assert view.polls_s(ranks, 8) == 10.0
     assert view.polls_s(ranks, 8192) is None
     assert view.polls_s({}, 0) is None
+
+
+def test_bandwidth_of_small_calls_is_no_number_of_the_run() -> None:
+    for of_call, shown in ((4, False), (2 * MIB, True)):
+        answer = collective_times([calls(rank, [5_000] * 9, of_call=of_call) for rank in (0, 1)])
+        assert bool(CollectivesView().sections(answer)[0].numbers) is shown
 
 
 def test_nothing_is_shown_without_collectives() -> None:

@@ -21,8 +21,8 @@ _OF_A_STEP = 4
 """Largest number of samples of one step."""
 _FIRST_S, _LONGEST_S, _SHARE = 5.0, 60.0, 0.02
 """Shortest and longest time between two records, in s; in between, a share of the time since the first."""
-_MANY_TIMES = 5
-"""In a job of many ranks, records are sent so many times less often."""
+_MANY_TIMES, _PHASES = 12, 64
+"""In a job of many ranks, records are sent so many times less often, and not by all ranks at once."""
 
 
 class Kindred(NamedTuple):
@@ -66,9 +66,10 @@ class CallSums:
     Samples are chosen by step (or sequence number) alone: all ranks of a group choose the same calls.
     """
 
-    def __init__(self, source: Source, world: int | None = None) -> None:
+    def __init__(self, source: Source, world: int | None = None, rank: int = 0) -> None:
         self._source = source
         self._many = (world or 0) >= _MANY_RANKS
+        self._phase = rank % _PHASES / _PHASES
         self._sums: dict[tuple[Kindred, int], _Sum] = {}
         self._changed: set[tuple[Kindred, int]] = set()
         self._began: float | None = None
@@ -85,6 +86,7 @@ class CallSums:
                 self.refused += 1
                 return
             known = self._sums[key] = _Sum(step)
+            self._many |= (kindred.group_size or 0) >= _MANY_RANKS
         known.add(step, ns, size, FEW_SAMPLES if self._many else MAX_SAMPLES)
         self._changed.add(key)
 
@@ -92,11 +94,13 @@ class CallSums:
         """Return the sums that have changed, if it is time to send them. `now`: monotonic seconds."""
         if not self._changed:
             return []
-        self._began = began = now if self._began is None else self._began
+        times = _MANY_TIMES if self._many else 1
+        if self._began is None:
+            self._began = now
+            self._due = now + self._phase * _FIRST_S * times if self._many else now
         if not final and now < self._due:
             return []
-        pause = max(_FIRST_S, min(_LONGEST_S, _SHARE * (now - began)))
-        self._due = now + pause * (_MANY_TIMES if self._many else 1)
+        self._due = now + times * max(_FIRST_S, min(_LONGEST_S, _SHARE * (now - self._began)))
         records = [*self._records()]
         self._changed.clear()
         return records

@@ -50,7 +50,7 @@ class CollectiveCalls(Collector):
         calls = self._spans.calls
         if not calls and self._sums is None:
             return []
-        sums = self._sums = self._sums or CallSums("host", _world_size())
+        sums = self._sums = self._sums or CallSums("host", *_place())
         while calls:
             number, step, ns, size = calls.popleft()
             self._read += 1
@@ -91,9 +91,11 @@ def _on_device(backend: str) -> bool:
     return backend.lower() not in _ON_CPU and bool(torch.cuda.is_initialized())
 
 
-def _world_size() -> int | None:
+def _place() -> tuple[int | None, int]:
+    """Return the number of ranks of the job (None: not known), and the number of this rank."""
     dist: Any = sys.modules.get("torch.distributed")
-    return int(dist.get_world_size()) if dist is not None and dist.is_initialized() else None
+    known = dist is not None and dist.is_initialized()
+    return (int(dist.get_world_size()), int(dist.get_rank())) if known else (None, 0)
 
 
 def _group(name: str) -> Any:

@@ -35,6 +35,8 @@ MAX_FILES = 512
 """Largest number of ranks whose last calls are files of a bundle. Its session has those of all ranks."""
 _ROWS, _LEAST_RATE = 16, 0.01
 """Largest number of kinds that a table shows; bandwidth below which only a bound is shown, in GB/s."""
+_LEAST_BYTES = 1 << 20
+"""The time of smaller calls is that of a message, whatever its size."""
 _NOTE = "time: from when the last rank joined; wait: of a rank for the last one; GB/s: as in nccl-tests"
 _NO_TIME = {ONLY_STARTED: "only started", NOT_BETWEEN_ALL: "not between all", FEW_CALLS: "too few calls"}
 _CLOCKS = {"host": "CPU", "inspector": "Inspector"}
@@ -189,9 +191,9 @@ _COLUMNS = [
 
 
 def _numbers(answer: CollectiveTimes) -> Iterator[Number]:
-    """Yield the bus bandwidth of the kind that moves the most bytes, of those whose bandwidth is known."""
+    """Yield the bus bandwidth of the kind that moves the most bytes, among kinds with large calls."""
     for kind in answer.kinds:
-        if kind.bus_gb_per_s is not None:
+        if kind.bus_gb_per_s is not None and (kind.bytes_per_call or 0) >= _LEAST_BYTES:
             about = f"{kind.op} of {text.size(kind.bytes_per_call)}, {_ranks(kind)} ranks"
             short = "BUS", f"{text.number(kind.bus_gb_per_s, figures=3)} GB/s"
             yield Number("bus", "Bus bandwidth", kind.bus_gb_per_s, "GB/s", about, title=_NOTE, short=short)
