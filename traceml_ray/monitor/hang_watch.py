@@ -112,7 +112,8 @@ class HangWatch:
         if places is None:
             return hang.verdict
         finding = find(places, quiet_s) if began else None
-        mismatch = self.reports.mismatch(asked, hang.prefix, finding is not None and finding.label == "hang")
+        hangs = finding is not None and finding.label == "hang"
+        mismatch = self.reports.mismatch(asked, hang.prefix, hang.answered, hangs)
         finding = with_mismatch(finding, mismatch, places, quiet_s)
         proven = finding is not None and finding.label == "hang"
         if not hang.proven and (proven or hang.doubts_again(now)):
@@ -194,7 +195,7 @@ class HangWatch:
         """
         answers = {s.id: e for s in ranks.values() if (e := self._answers.get((hang.name, s.id)))}
         if len(answers) >= len(ranks) or now - hang.found_ns >= STACKS_S * 1e9:
-            hang.answers = {**hang.answers, **answers}
+            hang.answers, hang.answered = {**hang.answers, **answers}, hang.name
         return hang.answers
 
     def _asked(self, ranks: dict[int, RankProcess], hang: _Hang) -> list[AnsweringRank]:
@@ -228,6 +229,8 @@ class _Hang:
     verdict: Verdict | None = None
     answers: dict[int, EventRow] = field(default_factory=dict)
     """Newest answers of the ranks, by rank process."""
+    answered: str = ""
+    """Id of the newest command that was answered."""
     rounds: int = 0
     """Number of times that the ranks were asked again."""
 

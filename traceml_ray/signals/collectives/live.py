@@ -65,7 +65,9 @@ class CollectiveReports:
         name = oldest.op if ordinary else f"{oldest.op} of {group}"
         return name, oldest.number, oldest.age_ns / 1e9
 
-    def mismatch(self, ranks: Sequence[AnsweringRank], asked: str, hang: bool) -> Mismatch | None:
+    def mismatch(
+        self, ranks: Sequence[AnsweringRank], asked: str, answered: str, hang: bool
+    ) -> Mismatch | None:
         """
         Return the first collective that does not match, among the answers to commands whose ids begin with
         `asked`. None: all match, or nothing was reported.
@@ -73,14 +75,13 @@ class CollectiveReports:
         Args:
             ranks: the ranks of the run that answered, or have ended.
             asked: beginning of the ids.
+            answered: id of the last command that was answered. If it is the same, so is the result.
             hang: whether it is known that the run makes no progress.
         """
-        reported = tuple(self._reports.get(one.process, ("", 0))[:2] for one in ranks)
-        if not any(name.startswith(asked) for name, _ in reported):
-            return None
-        key = hang, tuple(ranks), reported
+        key = hang, answered, tuple(ranks)
         if key != self._last[0]:
-            self._last = key, match(self._collectives(ranks, asked), hang=hang)
+            known = any(self._reports.get(one.process, ("",))[0].startswith(asked) for one in ranks)
+            self._last = key, match(self._collectives(ranks, asked), hang=hang) if known else None
         return self._last[1]
 
     def _collectives(self, ranks: Sequence[AnsweringRank], asked: str) -> Iterator[RankCollectives]:

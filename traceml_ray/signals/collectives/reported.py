@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -89,11 +90,17 @@ def _entry(number: int, call: CallReport, report: CollectivesReport) -> dict[str
 
 
 def _group(group: GroupReport) -> ProcessGroup:
-    ranks = group.ranks
-    if ranks is None:
-        return ProcessGroup(group.name, group.description)
-    members = (first + i * distance for first, count, distance in ranks for i in range(count))
-    return ProcessGroup(group.name, group.description, tuple(sorted(members)))
+    ranks = None if group.ranks is None else tuple(map(tuple, group.ranks))
+    return _made(group.name, group.description, ranks)
+
+
+@lru_cache(maxsize=8192)
+def _made(name: str, description: str, ranges: tuple[tuple[int, ...], ...] | None) -> ProcessGroup:
+    """Return a group. The ranks of a large job share one object."""
+    if ranges is None:
+        return ProcessGroup(name, description)
+    members = (first + i * distance for first, count, distance in ranges for i in range(count))
+    return ProcessGroup(name, description, tuple(sorted(members)))
 
 
 def _call(call: CallReport, report: CollectivesReport) -> CollectiveCall:
