@@ -15,6 +15,8 @@ import psutil
 
 _CPU, _DISK = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup/blkio")
 _PERIOD_US = 100_000
+_FIRST = "262144"
+"""The most that the kernel allows; a process outside of all cgroups has 1024."""
 
 
 def why_no_cgroups() -> str:
@@ -57,7 +59,13 @@ def _cgroup(parent: Path, settings: dict[str, str]) -> Iterator[Path]:
 def slow_cpu(share: float) -> contextlib.AbstractContextManager[Path]:
     """Return a cgroup whose processes get `share` (0..1) of all cores together."""
     quota = int(share * (os.cpu_count() or 1) * _PERIOD_US)
-    return _cgroup(_CPU, {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": str(quota)})
+    limits = {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": str(quota)}
+    return _cgroup(_CPU, {"cpu.shares": _FIRST, **limits})
+
+
+def first_cpu() -> contextlib.AbstractContextManager[Path]:
+    """Return a cgroup whose processes come before others: what else runs here is no planted fault."""
+    return _cgroup(_CPU, {"cpu.shares": _FIRST})
 
 
 def slow_disk(path: Path, bytes_per_s: int) -> contextlib.AbstractContextManager[Path]:

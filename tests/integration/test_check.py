@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,7 +17,17 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from check_rigs import address, network, put, slow_cpu, slow_disk, slow_link, why_no_cgroups, why_no_links
+from check_rigs import (
+    address,
+    first_cpu,
+    network,
+    put,
+    slow_cpu,
+    slow_disk,
+    slow_link,
+    why_no_cgroups,
+    why_no_links,
+)
 from ray_cluster import FakeCluster, fake_cluster, until
 
 from traceml_ray.ray.check import check_cluster
@@ -76,10 +87,10 @@ def test_process_that_hangs_is_killed_and_made_again() -> None:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[FakeCluster]:
-    with fake_cluster(NODES, 1, lean=True) as cluster:
-        if os.getuid() == 0:  # what else runs on this machine must not hide a planted fault
-            for node in (cluster.head, *cluster.others):
-                raylet(node).nice(-15)
+    with contextlib.ExitStack() as cgroups, fake_cluster(NODES, 1, lean=True) as cluster:
+        if not why_no_cgroups():
+            first = cgroups.enter_context(first_cpu())
+            put(first, [raylet(node).pid for node in (cluster.head, *cluster.others)])
         yield cluster
 
 
@@ -234,7 +245,7 @@ def test_check_that_fails_does_not_stop_training(tmp_path: Path) -> None:
 HOSTS = 4
 
 
-def check_over_hosts(folder: Path, hosts: list[str]) -> list[tuple[int, str]]:
+def check_over_hosts(folder: Path, hosts: list[str], cgroup: Path) -> list[tuple[int, str]]:
     """Check hosts of a network as nodes of a job; return the exit codes and outputs of their launchers."""
     launched = []
     for number, name in enumerate(hosts):
@@ -254,6 +265,7 @@ def check_over_hosts(folder: Path, hosts: list[str]) -> list[tuple[int, str]]:
         )
         flags = ("--nnodes", str(len(hosts)), "--node-rank", str(number), "--master-addr", address(0))
         launched.append(launch(mine, *flags, "--check-stop", "--no-monitor", inside=inside))
+    put(cgroup, [job.pid for job in launched])
     outputs = [job.communicate(timeout=280)[0] for job in launched]
     return [(job.returncode, output) for job, output in zip(launched, outputs, strict=True)]
 
@@ -261,9 +273,9 @@ def check_over_hosts(folder: Path, hosts: list[str]) -> list[tuple[int, str]]:
 @pytest.mark.long
 @in_namespaces
 def test_node_with_a_slow_network_is_named_on_all_nodes_and_stops_the_job(tmp_path: Path) -> None:
-    with network(HOSTS) as hosts:
+    with network(HOSTS) as hosts, first_cpu() as first:
         slow_link(hosts[2], 100)
-        ended = check_over_hosts(tmp_path, hosts)
+        ended = check_over_hosts(tmp_path, hosts, first)
     assert [code for code, _ in ended] == [3] * HOSTS, ended
     for _, output in ended:
         assert "host-2" in output and "the job is not started (--check-stop)" in output
