@@ -10,7 +10,7 @@ from played import Played
 from sessions import SECOND
 
 from traceml_ray.signals.goodput.records import Life, LifeInterval
-from traceml_ray.stages import FORWARD, SEGMENT_BITS
+from traceml_ray.stages import FORWARD, SEGMENT_BITS, SYNC_WAIT
 from traceml_ray.wire import messages as wire
 
 PREPARES_S = 6
@@ -26,6 +26,8 @@ class Lived(Played):
         self.born = self.clock()
         self.intervals: dict[int, list[LifeInterval]] = {}
         self.ended = False
+        self.stood_s = 0
+        """Time that the next steps waited for each other in addition, in s."""
 
     def begin(self, **who: Any) -> None:
         super().begin(**who)
@@ -41,6 +43,7 @@ class Lived(Played):
     def rows(self, n: int) -> Any:
         rows = super().rows(n)
         rows[:, :, FORWARD] += SECOND - rows.sum(axis=2)
+        rows[:, :, SYNC_WAIT] += self.stood_s * SECOND
         return rows
 
     def step_on(self, steps: int, **fields: Any) -> None:

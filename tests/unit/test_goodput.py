@@ -13,11 +13,15 @@ from lived import Lived
 from played import Played
 from sessions import LIMITS, SECOND, aggregation
 
+from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.reports.answers import Answers
+from traceml_ray.settings import Settings
 from traceml_ray.signals.goodput.answer import Goodput
 from traceml_ray.signals.goodput.records import LifeInterval, OpenInterval
 from traceml_ray.signals.goodput.view import GetGoodput, GoodputView
+from traceml_ray.stages import SYNC_WAIT
 from traceml_ray.store import query
+from traceml_ray.wire import messages as wire
 
 
 def adds_up(answer: Goodput) -> None:
@@ -194,6 +198,41 @@ def test_the_summary_and_the_ended_session_say_the_same(tmp_path: Path) -> None:
     assert plain(block).keys() == plain(answer).keys()
     assert block.seconds == pytest.approx(answer.seconds, rel=1e-6)
     assert answer.seconds["evaluation"] == 1
+
+
+def test_a_hang_that_was_resolved_is_no_waiting(tmp_path: Path) -> None:
+    """All ranks stand for 40 s; then the step goes on, and its row has these seconds as a wait."""
+    busy = Lived(tmp_path / "demo")
+    busy.start()
+    busy.step_on(30)
+    before = both(busy)
+    for second in range(1, 41):
+        opened = {"open": wire.OpenStage(busy.step, SYNC_WAIT, second * SECOND)}
+        busy.play(0, **opened)
+    busy.stood_s = 41
+    busy.step_on(1)
+    busy.stood_s = 0
+    busy.step_on(5)
+    answer = both(busy)
+    assert answer.seconds["hang"] == pytest.approx(4 * 40, rel=0.05)
+    assert answer.seconds["waiting"] == pytest.approx(before.seconds["waiting"], rel=0.3)
+    assert "hang" in {one.what for one in answer.timeline}
+
+
+@pytest.mark.long
+def test_rows_that_were_compacted_still_count(tmp_path: Path) -> None:
+    busy = Lived(tmp_path / "first")
+    settings = Settings(thresholds=LIMITS, auto_profile=0, session_bytes=150_000)
+    busy.folder = tmp_path / "demo"
+    busy.folder.mkdir()
+    busy.aggregator = AggregatorCore(busy.folder, settings, {}, busy.clock, busy.clock)
+    busy.start()
+    busy.step_on(110)
+    with busy.aggregator.stored() as file:
+        assert sum(file.folded_counts().values()) > 100
+    answer = both(busy)
+    assert answer.seconds["waiting"] == pytest.approx(109 * 0.2 * 3, rel=0.05)
+    assert answer.seconds["other"] < 4 * 10
 
 
 def test_without_records_of_lives_nothing_is_claimed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,6 +52,7 @@ def attempt(
     pieces: tuple[tuple[int, int, int], ...] = (),
     over: bool = True,
     wasted: float | None = 0.0,
+    hung: tuple[int, int] = (0, 0),
 ) -> Attempt:
     """An attempt of ranks with these moments (attached, first row, newest row, ended), in s."""
     moments = np.array(marks or ((10, 20, 90, 95),), np.int64).T
@@ -68,7 +70,7 @@ def attempt(
     known = np.where(moments < 0, UNKNOWN, moments * S)
     table = RankMoments(
         np.arange(count), *known, over=np.full(count, over), took_ns=sums[0], data_ns=sums[1],
-        waited_ns=sums[2], explicit=explicit,
+        waited_ns=sums[2], explicit=explicit, hung_ns=np.full((count, 2), hung, np.int64) * S,
     )  # fmt: skip
     return Attempt(begin * S, end * S, world or count, table, wasted)
 
@@ -92,9 +94,14 @@ def test_intervals_are_taken_out_of_the_part_that_they_are_in() -> None:
     assert (sums[EVALUATION], sums[SAVE], sums[PRODUCTIVE], sums[IDLE]) == (10, 5, 37, 7)
 
 
-def test_a_hang_is_taken_out_of_the_waiting_of_its_rows_and_not_counted_twice() -> None:
-    sums = seconds(balance(attempt(pieces=((HANG, 60, 75),))))
-    assert (sums[HANG], sums.get(WAITING, 0), sums[PRODUCTIVE]) == (15, 0, 48)
+@pytest.mark.parametrize(
+    ("hung", "parts"),
+    [((0, 0), (7, 14, 44)), ((5, 0), (7, 9, 49)), ((0, 5), (2, 14, 49)), ((9, 9), (7, 9, 49))],
+)
+def test_a_hang_is_taken_out_of_what_its_row_has_it_in(hung: tuple[int, int], parts: Any) -> None:
+    sums = seconds(balance(attempt(pieces=((HANG, 60, 65),), hung=hung)))
+    assert sums[HANG] == 5
+    assert (sums[DATA], sums[WAITING], sums[PRODUCTIVE]) == parts
 
 
 def test_a_hang_in_which_the_attempt_ended_lies_after_its_rows() -> None:
@@ -188,6 +195,7 @@ def attempts(draw: st.DrawFn) -> Attempt:
         took_ns=took, data_ns=np.where(took < 0, UNKNOWN, np.maximum(data, 0)),
         waited_ns=np.where(took < 0, UNKNOWN, np.maximum(waited, 0)),
         explicit=np.stack([of_parts(pieces, edges)] * count),
+        hung_ns=np.array(draw(st.lists(st.tuples(_TIMES, _TIMES), min_size=count, max_size=count))),
     )  # fmt: skip
     wasted = draw(st.none() | st.floats(0, 1))
     return Attempt(begin, end, count + draw(st.integers(0, 2)), ranks, wasted)

@@ -31,6 +31,7 @@ from traceml_ray.signals.goodput.ledger import (
 )
 from traceml_ray.signals.goodput.records import Life, LifeInterval
 from traceml_ray.signals.goodput.totals import RankTotals
+from traceml_ray.stages import DATA, STAGES
 from traceml_ray.store.rank_processes import (
     RankProcess,
     attempt_of,
@@ -122,6 +123,10 @@ class Hang(NamedTuple):
     began_ns: int
     ended_ns: int | None
     """None: it is not over, or the attempt ended in it."""
+    ranks: frozenset[int] = frozenset()
+    """Ranks that the others waited for. Empty: none is named."""
+    stage: str | None = None
+    """Stage that these ranks were in."""
 
 
 class Started(NamedTuple):
@@ -210,8 +215,10 @@ def _started(sources: Sources, generation: Sequence[RankProcess], begin: int, un
     sums, columns = _sums(of_rank, sources)
     marks = np.full((4, len(of_rank)), UNKNOWN, np.int64)
     over, explicit = np.zeros(len(of_rank), np.bool_), np.zeros((len(of_rank), 3, 4), np.int64)
+    hung_ns = np.zeros((len(of_rank), 2), np.int64)
     pieces: dict[int, list[Piece]] = {}
-    hung = _hung([hang for hang in sources.hangs if begin <= hang.began_ns < end], end)
+    hangs = [hang for hang in sources.hangs if begin <= hang.began_ns < end]
+    hung = _hung(hangs, end)
     async_ns = 0
     for row, (rank, process) in enumerate(of_rank.items()):
         life = lives.get(process.id)
@@ -226,6 +233,7 @@ def _started(sources: Sources, generation: Sequence[RankProcess], begin: int, un
             marks[1, row] = UNKNOWN
         mine, beside_ns = _pieces(process.id, life, sources.intervals)
         mine += hung
+        hung_ns[row] = _hung_in(rank, hangs, end)
         async_ns += beside_ns
         if mine:
             pieces[rank] = mine
@@ -233,7 +241,7 @@ def _started(sources: Sources, generation: Sequence[RankProcess], begin: int, un
             explicit[row] = sources.intervals.parts(process.id, mine, fixed)
     table = RankMoments(
         np.array([*of_rank], np.int64), marks[0], marks[1], marks[2], marks[3], over, sums[0], sums[1],
-        sums[2], explicit,
+        sums[2], explicit, hung_ns,
     )  # fmt: skip
     attempt = Attempt(begin, end, max(world_size(of_rank, None), len(of_rank)), table)
     progress = _progress(of_rank, sources, columns)
@@ -260,6 +268,15 @@ def _pieces(process: int, life: Life, intervals: Intervals) -> tuple[list[Piece]
         else:
             pieces.append(_piece(one))
     return pieces, beside_ns
+
+
+def _hung_in(rank: int, hangs: Sequence[Hang], end: int) -> tuple[int, int]:
+    """Return how long a rank waited for named ranks in hangs, and hung in `data` itself, in ns."""
+    waited = sum(
+        piece.busy_ns for piece in _hung([one for one in hangs if one.ranks and rank not in one.ranks], end)
+    )
+    named = [one for one in hangs if rank in one.ranks and one.stage == STAGES[DATA]]
+    return waited, sum(piece.busy_ns for piece in _hung(named, end))
 
 
 def _hung(hangs: Sequence[Hang], end: int) -> list[Piece]:

@@ -107,6 +107,11 @@ class RankMoments:
     """Parts of `took_ns`: waiting for data, and for other ranks."""
     explicit: Int64
     """(R, 3, 4) ns: intervals by part, see `of_parts`."""
+    hung_ns: Int64
+    """
+    (R, 2): length of the hangs in which it waited for a rank that is named, and of those in which it is named
+    itself, in `data`. In other hangs it worked, or all ranks were in the exchange.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +193,11 @@ def _by_rank(attempt: Attempt) -> tuple[Int64, int, int]:
     outside = np.minimum(explicit.sum(axis=1) - explicit[:, _EXPLICIT.index(HANG)], took)
     work = took - data - waited
     work, data, waited, _ = _without(outside, work, data, waited)
-    waited, work, data, _ = _without(hang, waited, work, data)
+    hung_waiting = np.minimum(hang, ranks.hung_ns[:, 0])
+    hung_in_data = np.minimum(hang - hung_waiting, ranks.hung_ns[:, 1])
+    waited, work, data, _ = _without(hung_waiting, waited, work, data)
+    data, work, waited, _ = _without(hung_in_data, data, work, waited)
+    work, waited, data, _ = _without(hang - hung_waiting - hung_in_data, work, waited, data)
     rows = work + data + waited
     excess = np.maximum(rows - left[INSIDE], 0)
     twice += excess

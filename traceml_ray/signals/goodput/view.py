@@ -185,7 +185,12 @@ class GoodputView(View[Goodput]):
 def _hangs(read: Any) -> list[Hang]:
     known = hangs(read.hangs.values()) if read is not None else []
     return [
-        Hang(one.began_ns, None if one.lasted_s is None else one.began_ns + round(one.lasted_s * 1e9))
+        Hang(
+            one.began_ns,
+            None if one.lasted_s is None else one.began_ns + round(one.lasted_s * 1e9),
+            frozenset(one.ranks),
+            one.stage,
+        )
         for one in known
         if one.began_ns is not None
     ]
