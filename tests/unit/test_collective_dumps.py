@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from played import Played
 
 from traceml_ray import cli
 from traceml_ray.signals.collectives.dumps import DumpError, dump_files, parsed, read_dump, read_dumps
 from traceml_ray.signals.collectives.match import Mismatch, match
+from traceml_ray.signals.collectives.records import CallReport, CollectivesReport, GroupReport
 
 JOBS = Path(__file__).parents[1] / "data" / "collectives"
 """What torch 2.13 recorded of the jobs in `tests/collective_jobs.py`: four ranks, gloo."""
@@ -263,3 +265,37 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         code, shown, reason = _run(capsys, given)
         assert (code, shown) == (2, "")
         assert reason.count("\n") == 1
+
+
+class _Reporting(Played):
+    """Ranks that have been asked for their collectives: all but rank 1 wait in the third."""
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        tensor = [[8]], ["Float"]
+        calls = [
+            CallReport(0, number, False, "all_reduce", *tensor, *tensor, number < 3, 1, f"f (t.py:{number})")
+            for number in (1, 2, 3)
+        ]
+        groups = [GroupReport("0", "default_pg", [(0, self.world, 1)])]
+        report = CollectivesReport(self.clock(), "h1", "recorder", groups, calls[: 2 if rank == 1 else 3])
+        return {"last_calls": [report]}
+
+
+def test_a_session_has_the_last_collectives(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    session = _Reporting(tmp_path / "hung", world=3, late=None)
+    session.play()
+    code, shown, _ = _run(capsys, tmp_path / "hung")
+    assert code == 0
+    assert "not joined yet: rank 1" in shown
+    code, shown, _ = _run(capsys, "hung", "--sessions", tmp_path, "--hang", "--json")
+    assert code == 3
+    mismatch = json.loads(shown)["mismatch"]
+    assert (mismatch["kind"], mismatch["ranks"], mismatch["seq"]) == ("missing", [1], 3)
+    assert mismatch["others_where"] == "f (t.py:3)"
+
+
+def test_a_session_without_reports(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    Played(tmp_path / "fast", world=2, late=None).play()
+    code, shown, reason = _run(capsys, tmp_path / "fast")
+    assert (code, shown) == (2, "")
+    assert "no rank has reported its collectives" in reason

@@ -67,7 +67,7 @@ class RankCollectives(msgspec.Struct, frozen=True, kw_only=True):
     groups: Sequence[ProcessGroup] = ()
     """The groups that it is a member of; those without a description or ranks may be missing."""
     whole: bool = False
-    """Whether `calls` has every call that the process has made; else older ones are not known."""
+    """Whether it has made no call in a group of which there is none in `calls`. False: that is not known."""
     where: str | None = None
     """Where in the user's code the rank is now: `evaluate (train.py:88)`. None: not known."""
     call: str | None = None

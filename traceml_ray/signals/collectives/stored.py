@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from traceml_ray.analysis.hang import hangs
 from traceml_ray.signals.collectives.calls import CallTable, RankCollectives
 from traceml_ray.signals.collectives.examined import Examined, examine
@@ -48,4 +50,4 @@ def _reported(file: SessionFile) -> Iterator[RankCollectives]:
         ended = process.ended and process.last_seen_ns <= reported_ns
         if report is not None or ended:
             ending = "" if process.exit_code is None else f"exit code {process.exit_code}"
-            yield collectives_of(report, rank, ended=ended, ending=ending)
+            yield replace(collectives_of(report, rank, ended=ended), ending=ending if ended else "")
