@@ -28,8 +28,8 @@ _MAX_IN_GROUPS = 128
 """Once there are this many names, collectives of further process groups are summed without their group."""
 _Key = tuple[str, int, bool, str | None]
 MAX_NAME_CHARS = 64
-CHECKPOINT_SPAN, RESTORE_SPAN = "checkpoint", "checkpoint load"
-_KNOWN = ("evaluation", "optimizer", "fetch", "collate", "workers", CHECKPOINT_SPAN, RESTORE_SPAN)
+EVALUATION_SPAN, CHECKPOINT_SPAN, RESTORE_SPAN = "evaluation", "checkpoint", "checkpoint load"
+_KNOWN = (EVALUATION_SPAN, "optimizer", "fetch", "collate", "workers", CHECKPOINT_SPAN, RESTORE_SPAN)
 EVALUATION, OPTIMIZER, FETCH, COLLATE, WORKERS, CHECKPOINT, RESTORE = range(len(_KNOWN))
 """Numbers of the spans that are derived from the marks of a step, and of checkpoints."""
 TIMED = frozenset({EVALUATION, CHECKPOINT, RESTORE})

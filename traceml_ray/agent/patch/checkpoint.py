@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from traceml_ray.agent.marks import CHECKPOINT_SPAN, RESTORE_SPAN
+from traceml_ray.agent.marks import CHECKPOINT_SPAN, EVALUATION_SPAN, RESTORE_SPAN
 from traceml_ray.agent.patch.patcher import Make, Patcher
 from traceml_ray.agent.recorder import Recorder, Spans
 
@@ -22,8 +22,25 @@ _FUNCTIONS = {"save": CHECKPOINT_SPAN, "load": RESTORE_SPAN}
 OF_FRAMEWORKS = (
     ("safetensors.torch", "", {"save_file": CHECKPOINT_SPAN, "save_model": CHECKPOINT_SPAN}),
     ("accelerate", "Accelerator", {"save_state": CHECKPOINT_SPAN, "load_state": RESTORE_SPAN}),
+    *(
+        of_lightning
+        for package in ("lightning.pytorch", "pytorch_lightning")
+        for of_lightning in (
+            (f"{package}.trainer.trainer", "Trainer", {"save_checkpoint": CHECKPOINT_SPAN}),
+            (f"{package}.loops.evaluation_loop", "_EvaluationLoop", {"run": EVALUATION_SPAN}),
+        )
+    ),
+    (
+        "transformers.trainer",
+        "Trainer",
+        {
+            "_save_checkpoint": CHECKPOINT_SPAN,
+            "_load_from_checkpoint": RESTORE_SPAN,
+            "evaluate": EVALUATION_SPAN,
+        },
+    ),
 )
-"""(module, class in it or "", function → span) of what frameworks save and load with."""
+"""(module, class in it or "", function → span) of what frameworks save, load and evaluate with."""
 RAY_TRAIN = "ray.train"
 _PROGRESS = (
     "epoch",

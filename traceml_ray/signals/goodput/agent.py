@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from traceml_ray.agent.marks import CHECKPOINT_SPAN, RESTORE_SPAN
+from traceml_ray.agent.marks import CHECKPOINT_SPAN, EVALUATION_SPAN, RESTORE_SPAN
 from traceml_ray.agent.patch.checkpoint import BESIDE
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.span_times import TimedNow, TimedSpan
@@ -19,7 +19,7 @@ _WHAT: dict[str, What] = {
     CHECKPOINT_SPAN: "checkpoint_save",
     RESTORE_SPAN: "checkpoint_restore",
     BESIDE: "checkpoint_save_async",
-    "evaluation": "evaluation",
+    EVALUATION_SPAN: "evaluation",
 }
 """What each timed span is."""
 _FIRST_S, _SOON_S, _LONGEST_S = 1.0, 10.0, 300.0
