@@ -38,6 +38,8 @@ from traceml_ray.signals.goodput.ledger import (
     of_parts,
     repeated,
     share_from,
+    whole_step,
+    without_intervals,
 )
 
 S = 1_000_000_000
@@ -250,3 +252,31 @@ def test_parts_of_a_life() -> None:
     parts = of_parts([Piece(SAVE, 0, 100, 100)], [10, 20, 50, 90])
     assert parts[:, 0].tolist() == [10, 30, 40]
     assert (BEFORE, INSIDE, AFTER) == (0, 1, 2)
+
+
+STEPS = np.array([[1, 1, 2 * S], [2, 2, 8 * S], [3, 4, 4 * S]], np.int64)
+"""Columns of two ranks: steps of 1 s, of which step 2 also holds 3 s of something else."""
+
+
+def test_the_time_of_intervals_is_not_time_of_the_steps_that_they_are_in() -> None:
+    first = 100 * S  # step 2 lasts from 101 to 105
+    of_rank = [Piece(SAVE, 102 * S, 105 * S, 3 * S)]
+    left = without_intervals(STEPS, 2, [first, first], [of_rank, of_rank])
+    assert left[:, 2].tolist() == [2 * S, 2 * S, 4 * S]
+    assert share_from(STEPS, 2) == 12 / 14 and share_from(left, 2) == 6 / 8
+    one_of_two = without_intervals(STEPS, 2, [first, first], [of_rank, []])
+    assert one_of_two[:, 2].tolist() == [2 * S, 5 * S, 4 * S]
+    joined = [Piece(EVALUATION, 100 * S, 107 * S, 7 * S // 2, joined=True)]
+    half = without_intervals(STEPS, 2, [first], [joined])
+    assert half[:, 2].tolist() == [S, 4 * S, 2 * S]
+
+
+def test_a_hang_lasts_from_the_end_of_a_step_to_the_end_of_the_next() -> None:
+    first = 100 * S
+    late = Piece(HANG, 101 * S + S // 2, 105 * S - S // 4, 0)
+    assert whole_step(STEPS, 2, first, late) == Piece(HANG, 101 * S, 105 * S, 4 * S)
+    of_two_steps = Piece(HANG, 105 * S, 107 * S, 2 * S)
+    assert whole_step(STEPS, 2, first, of_two_steps) == of_two_steps
+    nowhere = Piece(HANG, 200 * S, 210 * S, 10 * S)
+    assert whole_step(STEPS, 2, first, nowhere) == nowhere
+    assert whole_step(STEPS[:0], 2, first, late) == late

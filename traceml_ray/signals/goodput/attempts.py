@@ -28,6 +28,8 @@ from traceml_ray.signals.goodput.ledger import (
     repeated,
     share_from,
     steps_from,
+    whole_step,
+    without_intervals,
 )
 from traceml_ray.signals.goodput.records import Life, LifeInterval
 from traceml_ray.signals.goodput.totals import RankTotals
@@ -43,6 +45,8 @@ from traceml_ray.store.rank_processes import (
 _CATEGORIES = {"checkpoint_save": SAVE, "checkpoint_restore": RESTORE, "evaluation": EVALUATION}
 ASYNC = "checkpoint_save_async"
 _NEVER = 1 << 62
+_SAMPLE = 64
+"""Number of ranks whose intervals stand for those of all ranks where steps are divided."""
 
 
 class Lives:
@@ -137,7 +141,10 @@ class Started(NamedTuple):
     """Number of the launcher's attempt. Several starts may have the same."""
     running: bool
     columns: Int64
-    """(C, 3): steps of all ranks in columns, see `StepTotals`. Empty: its steps are not known."""
+    """
+    (C, 3): steps of all ranks in columns, see `StepTotals`, without intervals. Empty: its steps are not
+    known.
+    """
     pieces: dict[int, list[Piece]]
     """Intervals by rank."""
     async_ns: int
@@ -218,6 +225,7 @@ def _started(sources: Sources, generation: Sequence[RankProcess], begin: int, un
     hung_ns = np.zeros((len(of_rank), 2), np.int64)
     pieces: dict[int, list[Piece]] = {}
     hangs = [hang for hang in sources.hangs if begin <= hang.began_ns < end]
+    hangs = _in_whole_steps(hangs, columns, [lives.get(process.id) for process in of_rank.values()], end)
     hung = _hung(hangs, end)
     async_ns = 0
     for row, (rank, process) in enumerate(of_rank.items()):
@@ -244,6 +252,15 @@ def _started(sources: Sources, generation: Sequence[RankProcess], begin: int, un
         sums[2], explicit, hung_ns,
     )  # fmt: skip
     attempt = Attempt(begin, end, max(world_size(of_rank, None), len(of_rank)), table)
+    sample = [row for row in range(len(of_rank)) if marks[1, row] >= 0][:_SAMPLE]
+    if sample and len(columns):
+        ranks = [*of_rank]
+        columns = without_intervals(
+            columns,
+            int((marks[1] >= 0).sum()),
+            [int(marks[1, row]) for row in sample],
+            [pieces.get(ranks[row], []) for row in sample],
+        )
     progress = _progress(of_rank, sources, columns)
     return Started(attempt, attempt_of(generation[0]), running, columns, pieces, async_ns, progress)
 
@@ -268,6 +285,23 @@ def _pieces(process: int, life: Life, intervals: Intervals) -> tuple[list[Piece]
         else:
             pieces.append(_piece(one))
     return pieces, beside_ns
+
+
+def _in_whole_steps(
+    hangs: Sequence[Hang], columns: Int64, lives: Sequence[Life | None], end: int
+) -> list[Hang]:
+    """Return hangs that are over with the begin and end of the step that they are in, see `whole_step`."""
+    firsts = [life.first_row_ns for life in lives if life is not None and life.first_row_ns is not None]
+    if not firsts:
+        return [*hangs]
+    first, whole = sorted(firsts)[len(firsts) // 2], []
+    for hang in hangs:
+        if hang.ended_ns is not None and hang.ended_ns < end:
+            seen = Piece(HANG, hang.began_ns, hang.ended_ns, hang.ended_ns - hang.began_ns)
+            step = whole_step(columns, len(firsts), first, seen)
+            hang = hang._replace(began_ns=step.began_ns, ended_ns=step.ended_ns)
+        whole.append(hang)
+    return whole
 
 
 def _hung_in(rank: int, hangs: Sequence[Hang], end: int) -> tuple[int, int]:

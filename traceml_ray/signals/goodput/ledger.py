@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from traceml_ray.analysis.window import Int64
+from traceml_ray.analysis.window import Float, Int64
 
 CATEGORIES = (
     *("productive", "data", "waiting", "checkpoint_save", "checkpoint_restore", "evaluation"),
@@ -231,6 +231,59 @@ def _without(amount: Int64, *parts: Int64) -> tuple[Int64, ...]:
 def _sum(values: Int64) -> int:
     """Return the sum of non-negative values, which may exceed 64 bits."""
     return (int((values >> 32).sum()) << 32) + int((values & 0xFFFFFFFF).sum())
+
+
+def _spans(columns: Int64, ranks: int) -> Float:
+    """Return when each column (C, 3) begins and ends, (C, 2) ns after the first row, on the average rank."""
+    ends = np.cumsum(columns[:, 2] / max(1, ranks))
+    return np.stack([np.concatenate([[0.0], ends[:-1]]), ends], axis=1)
+
+
+def without_intervals(
+    columns: Int64, ranks: int, first_row_ns: Sequence[int], pieces: Sequence[Sequence[Piece]]
+) -> Int64:
+    """
+    Return `columns` of steps (C, 3: first step, last step, ns of all ranks) without the time of intervals.
+
+    Args:
+        columns: steps in order.
+        ranks: number of ranks whose time is in them.
+        first_row_ns: when the first row of some of these ranks ended (ns).
+        pieces: intervals of the same ranks.
+    """
+    spans, taken = _spans(columns, ranks), np.zeros(len(columns))
+    for first, of_rank in zip(first_row_ns, pieces, strict=True):
+        for piece in of_rank:
+            length = piece.ended_ns - piece.began_ns
+            inside = _inside(spans, piece.began_ns - first, piece.ended_ns - first)
+            taken += inside * (min(piece.busy_ns, length) / length if length > 0 else 0.0)
+    taken *= ranks / max(1, len(pieces))
+    left = np.maximum(columns[:, 2] - np.rint(taken).astype(np.int64), 0)
+    return np.stack([columns[:, 0], columns[:, 1], left], axis=1)
+
+
+def _inside(spans: Float, begin: float, end: float) -> Float:
+    """Return how much of the time from `begin` to `end` is in each span."""
+    inside: Float = np.maximum(np.minimum(spans[:, 1], end) - np.maximum(spans[:, 0], begin), 0)
+    return inside
+
+
+def whole_step(columns: Int64, ranks: int, first_row_ns: int, piece: Piece) -> Piece:
+    """
+    Return a hang from the end of the step before it to the end of the step that it is in. It was seen when a
+    report was late, so its begin and end are known less well than those of the step. If the step is not
+    known by itself, return `piece`.
+    """
+    if not len(columns):
+        return piece
+    spans, length = _spans(columns, ranks), piece.ended_ns - piece.began_ns
+    inside = _inside(spans, piece.began_ns - first_row_ns, piece.ended_ns - first_row_ns)
+    place = int(inside.argmax())
+    begin, end = (int(edge) for edge in spans[place])
+    fits = inside[place] >= 0.8 * length and end - begin <= 1.5 * length
+    if not fits or columns[place, 0] != columns[place, 1]:
+        return piece
+    return Piece(piece.category, first_row_ns + begin, first_row_ns + end, end - begin)
 
 
 def share_from(columns: Int64, step: int) -> float:
