@@ -16,6 +16,7 @@ STRAGGLERS = "straggler", "co_critical"
 NOT_CONFIRMED = "node_alike"
 """Label of the finding that a straggler's node is as fast as others."""
 NOT_KNOWN: Mapping[str, Sequence[int]] = {}
+_MOST_OF = 0.5
 _COMPUTES = "gpu_matmul", "cpu_matmul", "core_matmul"
 """Probes of which one must have compared a node before it is called as fast as others."""
 _NEXT = "Look at what {ranks} {does}: {its} data, the size of {its} batches, and what {its} code does more."
@@ -39,22 +40,23 @@ def explained(
 
 
 def _is_there(one: Slow, step: Finding, ranks: Mapping[str, Sequence[int]]) -> bool:
-    """Return whether a straggler uses a slow part of its node."""
-    if not set(one.nodes) & set(step.nodes):
-        return False
-    users = ranks.get(one.nodes[0], ())
-    # A rank uses the GPU of its local rank; which ranks there are may not be known.
-    return one.device is None or one.device >= len(users) or users[one.device] in step.ranks
+    """Return whether most of the ranks that use a slow part are stragglers."""
+    for node in set(one.nodes) & set(step.nodes):
+        users = ranks.get(node, ())  # which ranks there are may not be known
+        if one.device is not None and one.device < len(users):
+            users = [users[one.device]]  # a rank uses the GPU of its local rank
+        late = set(users) & set(step.ranks)
+        if len(late) >= _MOST_OF * len(users):  # what all ranks of a node use makes most of them late
+            return True
+    return False
 
 
 def not_confirmed(result: CheckResult, steps: Sequence[Finding]) -> Iterator[Finding]:
     """Yield a finding for each straggler whose node measured as fast as its peers. See `explained`."""
-    explained_keys = {
-        step.key for one in result.slow if (step := explained(one, steps, result.ranks)) is not None
-    }
+    slow = {node for one in result.slow for node in one.nodes}
     for step in _stragglers(steps):
         nodes = step.nodes
-        if not nodes or step.key in explained_keys:
+        if not nodes or slow.intersection(nodes):
             continue
         alike = [
             {row.probe for row in result.levels if row.node == node and row.state == "alike"}

@@ -161,7 +161,7 @@ class CheckResult(msgspec.Struct, kw_only=True):
     nodes: int = 0
     seconds: float | None = None
     ranks: dict[str, list[int]] = {}
-    """Global ranks of each node with a slow GPU, in the order of their local ranks, if there is a job."""
+    """Global ranks of each node with a slow part, in the order of their local ranks, if there is a job."""
 
 
 def judged(checks: Sequence[Checked], alpha: float = ALPHA) -> CheckResult:

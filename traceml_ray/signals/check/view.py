@@ -172,9 +172,9 @@ def one_per_node(checks: Iterable[Checked]) -> list[Checked]:
 
 
 def _placed(result: CheckResult, run: Run) -> CheckResult:
-    """Return the result with the ranks of nodes that have a slow GPU."""
+    """Return the result with the ranks of nodes that have a slow part."""
     labels = process_labels(run.file.cluster(), run.ranks.values())
-    slow = {node for one in result.slow if one.device is not None for node in one.nodes}
+    slow = {node for one in result.slow for node in one.nodes}
     ranks = dict[str, list[tuple[int, int]]]()
     for rank, process in run.ranks.items():
         node = labels.get(process.id, "")
