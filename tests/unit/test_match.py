@@ -167,6 +167,38 @@ def test_the_rank_at_the_end_of_a_chain_is_named() -> None:
     assert _named(match(job.ranks(), hang=True)) == ("missing", (3,), 1)
 
 
+def test_a_rank_alone_in_a_group_of_unknown_ranks_waits_for_one_that_may_come() -> None:
+    """Rank 3 may be the other member, and come. If it waits, too, all wait for each other."""
+    pair = ProcessGroup("1", "pair")
+    job = Job(4, (WORLD, pair))
+    job.call([0], group="1")
+    job.call([1, 2])
+    waits_for_one = [
+        msgspec.structs.replace(rank, groups=[pair] if rank.rank == 0 else [WORLD]) for rank in job.ranks()
+    ]
+    late = match(waits_for_one)
+    assert late is not None
+    assert (late.kind, late.ranks, late.proven) == ("late", (3,), False)
+    job.call([3])
+    assert _named(match(job.ranks())) == ("order", (0,), 1)
+
+
+def test_a_rank_that_ended_in_a_call_is_named() -> None:
+    """It was killed: its call is not over, and it does not lack it."""
+    job = Job(3)
+    job.call(range(3))
+    stuck = [
+        msgspec.structs.replace(
+            rank, calls=[msgspec.structs.replace(call, done=False) for call in rank.calls]
+        )
+        for rank in job.ranks(rank1={"ended": True, "ending": "exit code -9"})
+    ]
+    mismatch = match(stuck)
+    assert _named(mismatch) == ("missing", (1,), 1)
+    assert mismatch is not None
+    assert "ended in it (exit code -9)" in mismatch.why
+
+
 def test_all_wait() -> None:
     job = Job(2)
     job.call(range(2))

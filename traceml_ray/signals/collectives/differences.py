@@ -45,7 +45,8 @@ def judged_ranks(table: CallTable, group: str) -> list[int]:
     # Without their ranks, groups that were split under one name cannot be told apart.
     if known.ranks is None and ":split:" in known.desc:
         return []
-    return sorted(rank for rank in by_rank if known.ranks is None or rank in known.ranks)
+    members = by_rank.keys() if known.ranks is None else by_rank.keys() & set(known.ranks)
+    return sorted(members)
 
 
 def first_difference(table: CallTable) -> DifferingCall | None:

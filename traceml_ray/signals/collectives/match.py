@@ -107,7 +107,7 @@ def match_table(table: CallTable, *, hang: bool | None = False, world: int | Non
     if difference is not None:
         return _as_difference(table, difference)
     all_waits = waits(table)
-    inside = deadlocked(all_waits)
+    inside = deadlocked(table, all_waits)
     if inside:
         return _as_circle(table, inside)
     hang = timed_out(table, all_waits) if hang is None else hang
@@ -262,12 +262,15 @@ def _began(table: CallTable, wait: Wait) -> tuple[int, int]:
 
 def _as_absent(table: CallTable, absent: _Absent, hang: bool) -> Mismatch:
     wait, ranks = absent
+    absent_ranks = set(ranks)
     by_rank = table.groups[wait.group]
     others = tuple(
-        rank for rank in sorted(by_rank) if rank not in ranks and by_rank[rank].index(wait.seq) is not None
+        rank
+        for rank in sorted(by_rank)
+        if rank not in absent_ranks and by_rank[rank].index(wait.seq) is not None
     )
     ended = tuple(rank for rank in ranks if rank in table.ranks and table.ranks[rank].ended)
-    known = tuple(rank for rank in ranks if rank in table.ranks and rank not in ended)
+    known = tuple(rank for rank in ranks if rank in table.ranks and not table.ranks[rank].ended)
     named = ended or known or ranks
     shifts = _shifts(table, wait.group, named, others) if hang or ended else None
     if shifts is not None and len(others) < len(ranks) and shifts[1].skipped > 0:
@@ -377,7 +380,7 @@ def _as_all_wait(table: CallTable, together: Sequence[Wait]) -> Mismatch:
     op, where = _op_and_place(table, wait)
     inside = tuple(sorted(one.rank for one in alike))
     ended = tuple(rank for rank in inside if table.ranks[rank].ended)
-    others = tuple(rank for rank in inside if rank not in ended)
+    others = tuple(rank for rank in inside if not table.ranks[rank].ended)
     desc = table.text_of(wait.group)
     joined = f"All ranks have joined {op} (call {wait.seq:,} of {desc}){_at(where)}"
     if ended:

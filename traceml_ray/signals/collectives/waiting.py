@@ -24,8 +24,8 @@ class Wait(NamedTuple):
     """Of the call among those of the rank in the group."""
     absent: tuple[int, ...]
     """Members of the group that have not made the call."""
-    perhaps: tuple[int, ...]
-    """If the members are not known, and only this rank made the call: one of these has not made it."""
+    alone: bool
+    """Whether the members are not known, and only this rank made the call: at least one other has not."""
 
 
 def waits(table: CallTable) -> list[Wait]:
@@ -43,8 +43,8 @@ def waits(table: CallTable) -> list[Wait]:
             seq = calls.seqs[position]
             if seq not in absent:
                 absent[seq] = tuple(one for one in members if lacks(table, group, one, seq))
-            result.append(Wait(rank, group, seq, position, absent[seq], ()))
-    return [one._replace(perhaps=_perhaps(table, one)) for one in result]
+            result.append(Wait(rank, group, seq, position, absent[seq], alone=False))
+    return [one._replace(alone=_is_alone(table, one)) for one in result]
 
 
 def lacks(table: CallTable, group: str, rank: int, seq: int) -> bool:
@@ -57,18 +57,18 @@ def lacks(table: CallTable, group: str, rank: int, seq: int) -> bool:
     return calls.newest < seq
 
 
-def _perhaps(table: CallTable, wait: Wait) -> tuple[int, ...]:
+def _is_alone(table: CallTable, wait: Wait) -> bool:
     """
-    Return the ranks of which one must be missing: in a group whose members are not known, a rank alone in its
-    call waits for at least one other.
+    Return whether a rank certainly waits for another one that is not known: it is alone in its call, in a
+    group whose members are not known.
     """
+    if wait.absent or table.known[wait.group].ranks is not None:
+        return False
     waited = waited_s(table, wait.group, wait.seq, [wait.rank])
-    if wait.absent or table.known[wait.group].ranks or waited is None or waited < LEAST_S:
-        return ()
-    callers = [rank for rank, calls in table.groups[wait.group].items() if calls.index(wait.seq) is not None]
-    if callers != [wait.rank]:
-        return ()
-    return tuple(rank for rank in sorted(table.ranks) if rank != wait.rank)
+    if waited is None or waited < LEAST_S:
+        return False
+    others = (calls for rank, calls in table.groups[wait.group].items() if rank != wait.rank)
+    return len(table.ranks) > 1 and all(calls.index(wait.seq) is None for calls in others)
 
 
 def waited_s(table: CallTable, group: str, seq: int, ranks: Iterable[int]) -> float | None:
@@ -82,7 +82,7 @@ def waited_s(table: CallTable, group: str, seq: int, ranks: Iterable[int]) -> fl
     return max(0.0, *waited) if waited else None
 
 
-def deadlocked(all_waits: list[Wait]) -> dict[int, list[Wait]]:
+def deadlocked(table: CallTable, all_waits: list[Wait]) -> dict[int, list[Wait]]:
     """
     Return the ranks that can only go on if another one of them does, with the calls that they wait in.
 
@@ -91,23 +91,50 @@ def deadlocked(all_waits: list[Wait]) -> dict[int, list[Wait]]:
     """
     inside: dict[int, list[Wait]] = {}
     for wait in all_waits:
-        if wait.absent or wait.perhaps:
+        if wait.absent or wait.alone:
             inside.setdefault(wait.rank, []).append(wait)
-    while True:
-        rest = {
-            rank: held
-            for rank, own_waits in inside.items()
-            if (held := [wait for wait in own_waits if _is_held(wait, inside)])
-        }
-        if len(rest) == len(inside):
-            return rest
-        inside = rest
+    if inside.keys() != table.ranks.keys():  # the rank that one waits for alone may be one that does not wait
+        inside = {rank: known for rank, held in inside.items() if (known := [w for w in held if w.absent])}
+    rest = _peeled(inside)
+    if len(rest) < len(inside) and any(wait.alone for held in rest.values() for wait in held):
+        rest = _peeled(
+            {rank: known for rank, held in rest.items() if (known := [w for w in held if w.absent])}
+        )
+    return rest
 
 
-def _is_held(wait: Wait, inside: dict[int, list[Wait]]) -> bool:
-    if wait.perhaps:
-        return all(rank in inside for rank in wait.perhaps)
-    return any(rank in inside for rank in wait.absent)
+def _peeled(inside: dict[int, list[Wait]]) -> dict[int, list[Wait]]:
+    """Return `inside` without ranks that wait for nobody in it, until there are none of these."""
+    waiters: dict[_Call, list[int]] = {}
+    left: dict[_Call, int] = {}
+    absent_in: dict[int, list[_Call]] = {}
+    held = dict.fromkeys(inside, 0)
+    for rank, own_waits in inside.items():
+        for wait in own_waits:
+            call = wait.group, wait.seq
+            if call not in waiters:
+                targets = [target for target in wait.absent if target in inside]
+                left[call] = len(targets) + wait.alone
+                for target in targets:
+                    absent_in.setdefault(target, []).append(call)
+            waiters.setdefault(call, []).append(rank)
+            held[rank] += left[call] > 0
+    free = [rank for rank, count in held.items() if count == 0]
+    while free:
+        rank = free.pop()
+        del held[rank]
+        for call in absent_in.get(rank, ()):
+            left[call] -= 1
+            for waiter in waiters[call] if left[call] == 0 else ():
+                if waiter in held:
+                    held[waiter] -= 1
+                    if held[waiter] == 0:
+                        free.append(waiter)
+    return {rank: [wait for wait in inside[rank] if left[wait.group, wait.seq] > 0] for rank in held}
+
+
+_Call = tuple[str, int]
+"""Group and number of a call."""
 
 
 def shortest_circle(inside: dict[int, list[Wait]]) -> list[Wait]:
@@ -122,13 +149,22 @@ def shortest_circle(inside: dict[int, list[Wait]]) -> list[Wait]:
 
 def _circle_from(start: int, inside: dict[int, list[Wait]]) -> list[Wait]:
     came: dict[int, tuple[int, Wait]] = {}
+    expanded = set[_Call]()
+    swept = False
     layer = [start]
     while layer and start not in came:
         following = list[int]()
         for rank in layer:
             for wait in inside[rank]:
-                for target in wait.absent or wait.perhaps:
-                    if target in inside and target not in came:
+                call = wait.group, wait.seq
+                if call in expanded:
+                    continue
+                expanded.add(call)
+                targets: Iterable[int] = wait.absent
+                if wait.alone:  # it may wait for any other rank
+                    targets, swept = ([start] if swept else [*inside]), True
+                for target in targets:
+                    if target in inside and target != rank and target not in came:
                         came[target] = rank, wait
                         following.append(target)
         layer = following
