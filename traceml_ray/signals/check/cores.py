@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 MOST_GROUPS = 8
@@ -93,6 +93,20 @@ def running_on(cores: Sequence[int]) -> Iterator[None]:
             _set_affinity([thread], before.get(thread) or usual)
 
 
+def spread(cores: Sequence[int], work: Callable[[], object]) -> None:
+    """
+    Do some work, and move the threads that did it to a core each. They may have been together on one core
+    before; if other processes keep the cores busy, the kernel leaves them there for long.
+    """
+    before = _scheduled(0)
+    work()
+    ran = {thread: ns - before.get(thread, 0) for thread, ns in _scheduled(0).items()}
+    workers = sorted(ran, key=lambda thread: -ran[thread])[: len(cores)]
+    for core, thread in zip(cores, workers, strict=False):
+        _set_affinity([thread], [core])
+    _set_affinity(workers, cores)
+
+
 def _affinity(thread: int) -> set[int]:
     try:
         return os.sched_getaffinity(thread)
@@ -129,12 +143,19 @@ class Waits:
 
     @staticmethod
     def _waited() -> dict[int, int] | None:
-        waited = {}
-        try:
-            for thread in _TASKS.iterdir():
-                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-                    stat = (thread / "schedstat").read_text().split()
-                    waited[int(thread.name)] = int(stat[1])
-        except (OSError, ValueError, IndexError):
-            return None
-        return waited or None
+        return _scheduled(1) or None
+
+
+def _scheduled(column: int) -> dict[int, int]:
+    """
+    Return for how long each thread of this process ran (`column` 0) or waited for a core (1), in ns. Empty if
+    the kernel does not say.
+    """
+    times = {}
+    try:
+        for thread in _TASKS.iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                times[int(thread.name)] = int((thread / "schedstat").read_text().split()[column])
+    except (OSError, ValueError, IndexError):
+        return {}
+    return times

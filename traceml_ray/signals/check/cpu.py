@@ -57,8 +57,9 @@ class CpuProbe:
         """Measure for about `seconds`."""
         spent = lost = done = 0
         known = True
-        withheld = self._cpu_time.withheld_ns()
         with machine.running_on(self._cores), _threads(len(self._cores)):
+            machine.spread(self._cores, self._work)
+            withheld = self._cpu_time.withheld_ns()
             end = time.perf_counter_ns() + int(seconds * 1e9)
             while time.perf_counter_ns() < end or not done:
                 self._waits.restart()
