@@ -130,6 +130,7 @@ SAME: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
         },
     ),
     "get_throughput": ({}, lambda session: without(plain(session.throughput()), "line_")),
+    "get_goodput": ({}, lambda session: session.goodput()),
     "get_memory": ({}, lambda session: session.memory()),
     "get_layers": ({}, lambda session: session.layers()),
     "get_logged": ({}, lambda session: [without(plain(one), *CHARTS) for one in session.logged()]),
@@ -305,6 +306,7 @@ READING = (
     *("list_sessions", "get_verdict", "get_findings", "get_status", "get_stages", "get_ranks", "get_nodes"),
     *(
         "get_throughput",
+        "get_goodput",
         "get_memory",
         "get_layers",
         "get_logged",

@@ -54,6 +54,7 @@ class ReadingTools:
         self.tools: tuple[Callable[..., str], ...] = (
             *(self.list_sessions, self.get_verdict, self.get_findings, self.get_status, self.get_stages),
             *(self.get_ranks, self.get_nodes, self.get_throughput, self.get_memory, self.get_layers),
+            self.get_goodput,
             *(self.get_logged, self.get_steps, self.get_events, self.get_output, self.get_report),
             *(self.compare_sessions, self.list_profiles),
         )
@@ -169,6 +170,15 @@ class ReadingTools:
         """
         with self._sessions.opened(session) as opened:
             return as_text(_without(opened.throughput(run), "line_"), most)
+
+    def get_goodput(self, session: SESSION = None, run: RUN = None, most: MOST = 16) -> str:
+        """
+        Return where the time of all ranks went (s), over all attempts of the run: productive steps, data,
+        waiting, checkpoints, evaluation, start, hangs, repeated steps, recovery. `seconds` adds up to
+        `rank_s`; `why` says why a value is not known.
+        """
+        with self._sessions.opened(session) as opened:
+            return as_text(opened.goodput(run), most)
 
     def get_memory(self, session: SESSION = None, run: RUN = None, most: MOST = 10) -> str:
         """Say which rank's memory grew first, what grows, how long it lasts, and what ranks use (bytes)."""

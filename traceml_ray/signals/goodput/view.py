@@ -251,7 +251,7 @@ def sections(answer: Goodput) -> list[Section]:
     tables = [_table(answer), _attempts(answer.attempts if len(answer.attempts) > 1 else [])]
     return [
         Section("steps", [facts], numbers=[*_numbers(answer)], gauges=_gauges(answer)),
-        Section("tables", [strips, *tables], "Where the time went"),
+        Section("tables", [strips, *tables], "Goodput"),
     ]
 
 
