@@ -8,6 +8,7 @@ import msgspec
 
 from traceml_ray.agent.batch_size import packed
 from traceml_ray.identity import RankIdentity
+from traceml_ray.signals.check.records import Checked, MachineState, Measure
 from traceml_ray.signals.collectives.records import (
     CallReport,
     CallSample,
@@ -99,6 +100,29 @@ RECORDS = [
         1_799_999_999_000_000_000,
         step=70_001,
         open=[OpenInterval(4, "evaluation", 500_000_000, None, 500_000_000)],
+    ),
+    Checked(
+        1_800_000_000_000_000_000,
+        "node-0",
+        "939b16cb-b4ee-479f-a81c-9998bc41a1d5",
+        None,
+        MachineState(
+            "Xeon",
+            8,
+            4.5,
+            1 << 30,
+            12,
+            0.01,
+            2500.0,
+            3500.0,
+            "performance",
+            [GpuSample(0, "H200", 98.0, 1, 2)],
+        ),
+        [Measure("gpu_matmul", "GPU 0", "FLOP/s", [7e14, 6.9e14], "H200", [0.0, 0.1], 0, "float16")],
+        ["A disk could not be read."],
+        20.5,
+        1,
+        "restart",
     ),
 ]
 """At least one record of every kind that a rank sends."""

@@ -128,8 +128,8 @@ def test_command_exits_with_3_if_something_is_slow(
     monkeypatch.setattr(PlayedNode, "levels", levels)
     monkeypatch.setattr("traceml_ray.signals.check.nodes.LocalNode", PlayedNode)
     assert main(["check", "--seconds", "2", "--json"]) == code
-    said = json.loads(capsys.readouterr().out)
-    assert [slow["part"] for slow in said["slow"]] == (["GPU 2"] if code == 3 else [])
+    printed = json.loads(capsys.readouterr().out)
+    assert [slow["part"] for slow in printed["slow"]] == (["GPU 2"] if code == 3 else [])
     assert main(["check", "--seconds", "2"]) == code
     assert ("GPU 2 of this machine multiplies 30 % slower" in capsys.readouterr().out) == (code == 3)
     assert coordinator.TRIALS >= 6

@@ -180,7 +180,7 @@ def _stolen(before: list[int] | None, after: list[int] | None) -> float | None:
 def _usual(samples: Sequence[GpuSample]) -> GpuSample:
     """Return one sample: medians, and the reasons for a lower clock that most samples have."""
     seen = Counter(reason for sample in samples for reason in sample.throttle or ())
-    told = any(sample.throttle is not None for sample in samples)
+    any_known = any(sample.throttle is not None for sample in samples)
     reasons = sorted(reason for reason, times in seen.items() if 2 * times > len(samples))
 
     def middle(values: Iterable[float | None]) -> float | None:
@@ -189,7 +189,7 @@ def _usual(samples: Sequence[GpuSample]) -> GpuSample:
 
     return msgspec.structs.replace(
         samples[-1],
-        throttle=reasons if told else None,
+        throttle=reasons if any_known else None,
         util_pct=middle(sample.util_pct for sample in samples),
         sm_mhz=middle(sample.sm_mhz for sample in samples),
         power_w=middle(sample.power_w for sample in samples),
