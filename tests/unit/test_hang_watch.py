@@ -47,7 +47,12 @@ class Job:
                 if position is not None:
                     ns = int((since + second + 1) * SECOND)
                     opened = wire.OpenStage(
-                        position.step, position.stage, ns, position.span, ns if position.span else None
+                        position.step,
+                        position.stage,
+                        ns,
+                        position.span,
+                        ns if position.span else None,
+                        position.still_ns,
                     )
                     batches.append(rank.batch(0, open=opened))
             labels.append(self._report(batches))
@@ -152,16 +157,25 @@ def test_open_checkpoint_is_a_stall(job: Job, snapshot: Snapshot) -> None:
 
 def test_busy_rank_is_asked_again_and_hangs_once_it_is_stuck(job: Job) -> None:
     job.runs(8)
-    places = at(POST_SYNC), WAITS, WAITS
-    labels, asked = [], set()
+    labels, asked = [], []
     for second in range(70):
-        if job.commands and job.commands[0].args["id"] not in asked:
-            asked.add(job.commands[0].args["id"])
-            for rank in range(3):
-                job.says(rank, still_s=(0.5 if second < 50 else 20.0) if rank == 0 else 9.0)
-        labels += job.stands(1, *places, since=second)
-    assert labels[20:50] == ["stalled"] * 30 and labels[-1] == "hang"
-    assert len(asked) == 4, "at 15, 30 and 60 s, and for the stacks"
+        still_s = 0.5 if second < 50 else 20.0
+        busy = wire.OpenStage(80, POST_SYNC, 0, still_ns=int(still_s * SECOND))
+        labels += job.stands(1, busy, WAITS, WAITS, since=second)
+        asked += [str(command.args["id"]) for command in job.commands]
+    assert labels[20:49] == ["stalled"] * 29 and labels[51:] == ["hang"] * 19
+    assert len(set(asked)) == 3, "at 15 and 30 s, and for the stacks"
+
+
+def test_rank_that_falls_silent_late_is_not_the_cause(job: Job) -> None:
+    """Its machine may be overloaded. One that stops the others has been silent for as long as they wait."""
+    job.runs(8)
+    busy = wire.OpenStage(80, POST_SYNC, 0, still_ns=0)
+    labels = job.stands(60, busy, WAITS, WAITS)
+    labels += job.stands(20, busy, None, WAITS, since=60)
+    assert set(labels[20:]) == {"stalled"}
+    verdict = job.aggregator.verdict
+    assert verdict is not None and verdict.ranks == (0,)
 
 
 def test_first_step_that_compiles_is_no_hang(job: Job) -> None:

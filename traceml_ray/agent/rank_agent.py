@@ -309,7 +309,7 @@ class RankAgent:
         draft = BatchDraft(patches.errors)
         self.unsent.events += patches.errors.causes() + self.channel.errors.causes()
         draft.put("identity", self.guard("identity", self._resolve))
-        draft.put("open", self.guard("open stage", self._open_stage))
+        draft.put("open", self.guard("open stage", self._reported_stage))
         draft.put("process", self.guard("process", self._sample))
         draft.put("overhead", self._overhead())
         for name, value in (self.guard("parallelism", patches.parallelism) or {}).items():
@@ -401,10 +401,14 @@ class RankAgent:
             self.guard("command", functools.partial(handler.handle_command, command))
             self.guard("command", functools.partial(self._collect, handler, False))
         event = stacks.event(self.recorder.owner, self._open_stage(), str(asked))
-        event.data["still_s"] = self._activity.still_s
         if command.name == "where":
             event = msgspec.structs.replace(event, kind="standing", message="")
         self.unsent.events.append(event)
+
+    def _reported_stage(self) -> wire.OpenStage:
+        still_s = self._activity.still_s
+        still_ns = None if still_s is None else int(1e9 * still_s)
+        return msgspec.structs.replace(self._open_stage(), still_ns=still_ns)
 
     def _look(self) -> None:
         self._activity.look(self.recorder.owner, self.recorder.open_stage().elapsed_ns)

@@ -107,7 +107,7 @@ def find(places: Sequence[RankPosition], quiet_s: float) -> Verdict | None:
     """
     answering = [place for place in places if place.silent_s is None and not place.ended]
     waiting = [place for place in answering if place.waited_s >= WAITED * quiet_s]
-    stopped = any(place.silent_s is not None and _is_stopped(place) for place in places)
+    stopped = any(place.silent_s is not None and is_stopped(place.state) for place in places)
     if len(places) < 2 or not (waiting or stopped):
         return None
     blocking = _blocking(places, answering)
@@ -193,8 +193,9 @@ def with_mismatch(
     )
 
 
-def _is_stopped(place: RankPosition) -> bool:
-    return (place.state or "").startswith("stopped")
+def is_stopped(state: str | None) -> bool:
+    """Return whether a process is stopped, from its state in the kernel. None: not known."""
+    return (state or "").startswith("stopped")
 
 
 def _blocking(places: Sequence[RankPosition], answering: Sequence[RankPosition]) -> list[RankPosition]:
@@ -282,7 +283,7 @@ def _next(blocking: Sequence[RankPosition], stalled: bool) -> str:
     if blocking[0].ended:
         return f"Give every rank the same number of steps: {who} had fewer."
     if blocking[0].silent_s is not None:
-        if _is_stopped(blocking[0]):
+        if is_stopped(blocking[0].state):
             return f"Resume {who} (kill -CONT), and find out what stopped it."
         return f"Look at the machine of {who} (dmesg, disk), and at the process with py-spy."
     if blocking[0].waits:

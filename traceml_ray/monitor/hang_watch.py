@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from traceml_ray.analysis.hang import RankPosition, find, with_mismatch
+from traceml_ray.analysis.hang import WAITED, RankPosition, find, is_stopped, with_mismatch
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import starts_of
 from traceml_ray.monitor.live_steps import LiveSteps
@@ -156,13 +156,15 @@ class HangWatch:
         places = []
         for rank, process in ranks.items():
             silent_s = (now - process.last_seen_ns) / 1e9
-            silent = silent_s > max(self._limits.report_timeout_s, self._doubt_s)
+            answer = answers.get(process.id)
+            data = answer.data if answer else {}
+            # A rank that fell silent long after the last step is no cause: its machine may be overloaded.
+            long = silent_s >= WAITED * (now - hang.began_ns) / 1e9 or is_stopped(data.get("state"))
+            silent = long and silent_s > max(self._limits.report_timeout_s, self._doubt_s)
             if self._unreachable(process, now) or process.open_stage is None or process.open_step is None:
                 continue
             if silent_s > self._doubt_s and not (silent or process.ended):
                 return None
-            answer = answers.get(process.id)
-            data = answer.data if answer else {}
             waits_in = self.reports.pending(process.id, hang.prefix) if answer else None
             pending, number, pending_s = waits_in or (None, None, 0.0)
             places.append(
@@ -183,7 +185,7 @@ class HangWatch:
                     pending=pending,
                     pending_seq=number,
                     pending_s=pending_s,
-                    still_s=data.get("still_s"),
+                    still_s=None if process.open_still_ns is None else process.open_still_ns / 1e9,
                 )
             )
         return places

@@ -168,6 +168,8 @@ class RankProcess:
     Coordinates of the rank in a job that is not only data parallel, as in
     `wire.Placement`; empty: not known.
     """
+    open_still_ns: int | None = None
+    """Time since its training thread was last found to do something, as last reported, in ns."""
 
     @property
     def group(self) -> tuple[int, int] | None:
@@ -261,6 +263,7 @@ class RankProcess:
             self.open_step, self.open_stage = batch.open.step, batch.open.stage
             self.open_elapsed_ns = batch.open.elapsed_ns
             self.open_span, self.open_span_ns = batch.open.span, batch.open.span_ns
+            self.open_still_ns = batch.open.still_ns
         if batch.overhead is not None:
             self.marks_ns, self.agent_cpu_ns = batch.overhead.marks_ns, batch.overhead.agent_cpu_ns
             self.agent_wall_ns, self.sent_bytes = batch.overhead.agent_wall_ns, batch.overhead.sent_bytes
@@ -291,7 +294,7 @@ COLUMNS = (*_PLAIN, *_JSON, *_IDENTITY)
 """Columns of table `rank_process`, in order."""
 PROGRESS = (
     *("produced", "stored", "next_row", "last_batch", "last_key", "last_rows_ns", "last_seen_ns"),
-    *("open_step", "open_stage", "open_elapsed_ns", "open_span", "open_span_ns"),
+    *("open_step", "open_stage", "open_elapsed_ns", "open_span", "open_span_ns", "open_still_ns"),
     *("marks_ns", "agent_cpu_ns", "agent_wall_ns", "sent_bytes"),
 )
 """

@@ -253,6 +253,8 @@ class OpenStage(Part, frozen=True):
     """Name of the open span inside the stage: `checkpoint`, `barrier`, a user's stage, …"""
     span_ns: Int64 | None = None
     """Time since the span began, in ns."""
+    still_ns: Int64 | None = None
+    """Time since the training thread was last found to do something, in ns. None: not known."""
 
 
 class SpanSum(Part, frozen=True):

@@ -142,7 +142,7 @@ def _mismatch(run: Run) -> Mismatch | None:
 
 
 def _of_mismatch(mismatch: Mismatch) -> Section:
-    return Section("failure", [Facts.listed("collectives", [mismatch.why, mismatch.next])])
+    return Section("failure", [Facts.listed("calls", [mismatch.why, mismatch.next])])
 
 
 def _node(process: RankProcess) -> str | None:
