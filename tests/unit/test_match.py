@@ -90,6 +90,22 @@ def test_another_operation_under_the_same_number() -> None:
     assert (mismatch.instead, mismatch.op, mismatch.others) == ("barrier", "all_reduce", (1, 2, 3))
 
 
+def test_two_ranks_that_differ_are_both_named_unless_one_did_it_before() -> None:
+    job = Job(2)
+    job.call([0], "barrier", line=30)
+    job.call([1], line=33)
+    mismatch = match(job.ranks())
+    assert _named(mismatch) == ("operation", (0, 1), 1)
+    assert mismatch is not None
+    assert mismatch.confidence == "medium"
+    job = Job(2)
+    for line in (33, 34) * 3:
+        job.call([0, 1], line=line)
+    job.call([0], line=33)
+    job.call([1], "barrier", line=40)
+    assert _named(match(job.ranks())) == ("operation", (1,), 7)
+
+
 def test_another_size_and_another_type() -> None:
     for kind, changed in (("size", {"in_sizes": ((9,),)}), ("dtype", {"in_dtypes": ("Half",)})):
         job = Job(4)

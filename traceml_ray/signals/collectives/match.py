@@ -18,6 +18,7 @@ from traceml_ray import text
 from traceml_ray.signals.collectives.calls import CallsInGroup, CallTable, RankCollectives, table_of
 from traceml_ray.signals.collectives.differences import (
     CallShift,
+    CallSide,
     DifferingCall,
     first_difference,
     shift,
@@ -129,6 +130,15 @@ def timed_out(table: CallTable, all_waits: Sequence[Wait]) -> bool:
 
 # Different calls under the same number
 
+_MOST_SIDES = 4
+"""Largest number of different calls that a sentence lists."""
+
+
+def _what(table: CallTable, side: CallSide, kind: Kind) -> str:
+    """Return what ranks call; with shapes and types if that is what differs."""
+    signature = table.signature(side.calls, side.position)
+    return signature.op if kind == "operation" else signature.text()
+
 
 def _as_difference(table: CallTable, difference: DifferingCall) -> Mismatch:
     group, seq, _ = difference
@@ -143,22 +153,29 @@ def _as_difference(table: CallTable, difference: DifferingCall) -> Mismatch:
         table.signature(most.calls, most.position),
     )
     kind = signature.differs(usual)
-    named = tuple(sorted(rank for side in few for rank in side.ranks))
-    what, others = (one.op if kind == "operation" else one.text() for one in (signature, usual))
-    where, others_where = table.place(first.calls, first.position), table.place(most.calls, most.position)
+    deviating = tuple(sorted(rank for side in few for rank in side.ranks))
+    named = deviating if sure else tuple(sorted((*deviating, *most.ranks)))
+    what, others_where = _what(table, first, kind), table.place(most.calls, most.position)
+    parts = [
+        f"{text.ranks(side.ranks)} {_verb(side.ranks, 'call')} "
+        f"{_in(_what(table, side, kind), table.place(side.calls, side.position))}"
+        for side in few[:_MOST_SIDES]
+    ]
+    usually = _in(_what(table, most, kind), others_where)
     why = (
-        f"Call {seq:,} of {table.text_of(group)} differs: {text.ranks(named)} {_verb(named, 'call')} "
-        f"{_in(what, where)}; {_others(most.ranks)} {_verb(most.ranks, 'call')} {_in(others, others_where)}."
+        f"Call {seq:,} of {table.text_of(group)} differs: {', '.join(parts)}; {_others(most.ranks)} "
+        f"{_verb(most.ranks, 'call')} {usually}."
     )
     if not sure:
         why += " Which of the two is wrong is not known."
     shifted = shift(first.calls, most.calls)
     if shifted is not None and shifted.seq < seq:
-        why += f" {_shifted(table, named, first.calls, most.calls, shifted)}"
+        why += f" {_shifted(table, first.ranks, first.calls, most.calls, shifted)}"
     return Mismatch(
         kind=kind, group=table.known[group].name, desc=table.text_of(group), seq=seq, op=usual.op,
-        ranks=named, instead=what, where=where, others=most.ranks, others_where=others_where,
-        waited_s=waited_s(table, group, seq, most.ranks), proven=True,
+        ranks=named, instead=what, where=table.place(first.calls, first.position),
+        others=most.ranks if sure else (),
+        others_where=others_where, waited_s=waited_s(table, group, seq, most.ranks), proven=True,
         confidence="high" if sure else "medium", why=why, next=_NEXT[kind],
     )  # fmt: skip
 
