@@ -138,7 +138,7 @@ def cpu_probes(root: Path, only: Any, cpu_time: CpuTime, errors: list[str]) -> I
 
 
 def _cores(cores: Sequence[int]) -> str:
-    return f"core{'s' * (len(cores) > 1)} {text.ranges(cores)}"
+    return f"{'core' if len(cores) == 1 else 'cores'} {text.ranges(cores)}"
 
 
 def _memory_bytes(root: Path, cores: Sequence[int]) -> int:
