@@ -20,7 +20,7 @@ import numpy as np
 Float = np.ndarray[Any, np.dtype[np.float64]]
 Bool = np.ndarray[Any, np.dtype[np.bool_]]
 
-PRIOR = 8
+PRIOR = 16
 """Number of imagined peers with the usual spread. They stand for what is known of healthy hardware."""
 LEAST_PEERS = 0.4
 """Smallest share of the subjects that the peers may be. Fewer fast ones do not show what is usual."""
