@@ -195,3 +195,10 @@ def test_rows_of_the_table_say_what_could_be_seen() -> None:
     row: Level = cpus([1.0, 1.0, 1.0]).levels[0]
     assert row.state == "alike" and row.peers == 2
     assert row.sees is not None and 0.1 <= row.sees < 0.14
+
+
+def test_probe_of_a_newer_version_is_left_out_and_said() -> None:
+    newer = Checked(1, "node-0", measures=[Measure("of_tomorrow", "GPU 0", "B/s", [1.0, 2.0])])
+    result = judged([newer])
+    assert (result.levels, result.slow) == ([], [])
+    assert result.unsure == ["of_tomorrow: this version does not know the probe"]

@@ -173,11 +173,14 @@ def judged(checks: Sequence[Checked], alpha: float = ALPHA) -> CheckResult:
         alpha: probability that a check of healthy machines names anything.
     """
     groups = defaultdict[tuple[str, str, str], list[tuple[Checked, Measure]]](list)
+    newer = sorted({one.probe for check in checks for one in check.measures if one.probe not in LIMITS})
     for check in checks:
         for measure in check.measures:
-            groups[measure.probe, measure.unit, measure.like].append((check, measure))
+            if measure.probe in LIMITS:
+                groups[measure.probe, measure.unit, measure.like].append((check, measure))
     tests = sum(len(group) for group in groups.values() if len(group) > 1)
-    levels, unsure = list[Level](), list[str]()
+    levels = list[Level]()
+    unsure = [f"{text.plain(probe)}: this version does not know the probe" for probe in newer]
     for (probe, _, _), group in groups.items():
         rows, sentences = _levels(probe, group, alpha / max(1, tests))
         levels += rows
