@@ -208,7 +208,8 @@ class HangWatch:
             if process.final or (answer is not None and not process.ended and "state" not in answer.data):
                 data = answer.data if answer is not None and not process.ended else {}
                 place = data.get("where"), data.get("call")
-                asked.append(AnsweringRank(rank, process.id, *place, process.final))
+                ended_ns = process.last_seen_ns if process.final else None
+                asked.append(AnsweringRank(rank, process.id, *place, ended_ns))
         return asked
 
     def _unreachable(self, process: RankProcess, now: int) -> bool:

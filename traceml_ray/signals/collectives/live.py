@@ -26,8 +26,8 @@ class AnsweringRank:
     """Where in the user's code it is. None: not known."""
     call: str | None
     """Function of torch.distributed that it waits in. None: in none, or not known."""
-    ended: bool
-    """Whether its process has sent its last batch."""
+    ended_ns: int | None
+    """Time at which its process sent its last batch, in ns. None: it has not."""
 
 
 class CollectiveReports:
@@ -85,13 +85,15 @@ class CollectiveReports:
         return self._last[1]
 
     def _collectives(self, ranks: Sequence[AnsweringRank], asked: str) -> Iterator[RankCollectives]:
+        # A rank that ended after the newest report may have made the call that others wait in there.
+        reported_ns = max((self._reports.get(one.process, ("", 0))[1] for one in ranks), default=0)
         for one in ranks:
             yield collectives_of(
                 self._of(one.process, asked),
                 one.rank,
                 where=one.where,
                 call=one.call,
-                ended=one.ended,
+                ended=one.ended_ns is not None and one.ended_ns <= reported_ns,
             )
 
     def _of(self, process: int, asked: str) -> CollectivesReport | None:

@@ -22,7 +22,7 @@ from traceml_ray.signals.collectives.judge import (
     collective_times,
 )
 from traceml_ray.signals.collectives.match import Mismatch, match
-from traceml_ray.signals.collectives.records import CALLS, LAST_CALLS
+from traceml_ray.signals.collectives.records import AT_END, CALLS, LAST_CALLS
 from traceml_ray.signals.collectives.reported import as_dump, collectives_of
 from traceml_ray.signals.finding import Finding, OnSteps, key_of, known
 from traceml_ray.signals.view import SLOW_RANKS, Run, View
@@ -125,16 +125,30 @@ class CollectivesView(View[CollectiveTimes]):
 
 def _mismatch(run: Run) -> Mismatch | None:
     """
-    Return the first call that cannot match, in what the ranks reported last. None: there is none. A rank that
-    ended without a report is known to have made no further call only if it ended normally.
+    Return the first call that cannot match, in what the ranks reported last: when they failed, or in answer
+    to the newest command. None: there is none.
+
+    A rank is known to make no further call if it ended normally, before the answers or before others failed.
     """
-    reports = run.file.records_of(LAST_CALLS, [process.id for process in run.ranks.values()])
+    records = run.file.records_of(LAST_CALLS, [process.id for process in run.ranks.values()])
+    newest = {process: several[-1] for process, several in records.items()}
+    last = max(newest.values(), key=lambda one: (one.asked == AT_END, one.t_ns), default=None)
+    if last is None:
+        return None
+    asked = last.asked.partition("?")[0]
+    reports = {process: one for process, one in newest.items() if one.asked.partition("?")[0] == asked}
+    until_ns = None if asked == AT_END else last.t_ns
+    ended = {
+        rank
+        for rank, process in run.ranks.items()
+        if process.final and (until_ns is None or process.last_seen_ns <= until_ns)
+    }
     known = (
-        collectives_of(reports[process.id][-1] if process.id in reports else None, rank, ended=process.final)
+        collectives_of(reports.get(process.id), rank, ended=rank in ended)
         for rank, process in sorted(run.ranks.items())
-        if process.id in reports or process.final
+        if process.id in reports or rank in ended
     )
-    mismatch = match(known) if reports else None
+    mismatch = match(known)
     if mismatch is None or not mismatch.proven:
         return None
     failed = all(run.ranks[rank].id in reports for rank in mismatch.ranks)
