@@ -68,6 +68,14 @@ def test_threads_return_to_their_cores() -> None:
     assert os.sched_getaffinity(0) == before
 
 
+def test_threads_that_work_get_a_core_each_and_may_then_use_all() -> None:
+    usable, done = cores.allowed(), list[int]()
+    with cores.running_on(usable):
+        cores.spread(usable, lambda: done.append(1))
+        assert os.sched_getaffinity(0) == {*usable}
+    assert done == [1]
+
+
 # -- states ---------------------------------------------------------------------------------------
 
 
