@@ -34,8 +34,8 @@ def mismatch(reports: Mapping[int, CollectivesReport], ended_s: Mapping[int, flo
 
 def test_rank_that_ended_while_others_wait_did_not_join() -> None:
     waiting = {rank: report("h", 30, 7) for rank in (0, 1)}
-    found = mismatch(waiting, {2: 10.0})
-    assert (found.kind, found.ranks, found.seq) == ("missing", (2,), 7)
+    missing = mismatch(waiting, {2: 10.0})
+    assert (missing.kind, missing.ranks, missing.seq) == ("missing", (2,), 7)
     failed = {rank: report(AT_END, 30, 7) for rank in (0, 1)}
     assert mismatch(failed, {0: 31.0, 1: 31.0, 2: 31.0}).ranks == (2,), "its last batch may come later"
 
