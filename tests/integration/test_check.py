@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -279,58 +278,3 @@ def test_node_with_a_slow_network_is_named_on_all_nodes_and_stops_the_job(tmp_pa
     assert [code for code, _ in ended] == [3] * HOSTS, ended
     for _, output in ended:
         assert "host-2" in output and "the job is not started (--check-stop)" in output
-
-
-RESTARTED = """
-import os, sys, torch
-import torch.distributed as dist
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(256, 256)] * 12))
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-for step in range(120):
-    model(torch.ones(256, 256)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-if attempt == 0:
-    sys.exit(1)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.long
-@in_cgroups
-@in_namespaces
-def test_straggler_is_confirmed_at_the_restart_of_its_ranks(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(RESTARTED)
-    launched = []
-    with network(3) as hosts, slow_cpu(0.15) as cgroup:
-        for number, name in enumerate(hosts):
-            named = ("sh", "-c", 'hostname "$0" && exec "$@"', f"host-{number}")
-            inside = ("ip", "netns", "exec", name, "unshare", "--uts", *named)
-            flags = ("--nnodes", "3", "--node-rank", str(number), "--master-addr", address(0))
-            flags = (*flags, "--max-restarts", "1", "--confirm", "restart", "--check-seconds", "4")
-            command = (*inside, sys.executable, "-m", "traceml_ray.launch", *flags, "--session", "s")
-            mine = tmp_path / name
-            mine.mkdir()
-            kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-            environ = {**kept, "TRACEML_NICE": "0", "HOME": str(mine), "RAY_AUTH_TOKEN": "t" * 32}
-            launched.append(
-                subprocess.Popen(
-                    [*command, "--sessions", str(tmp_path / "out"), str(tmp_path / "train.py")],
-                    cwd=mine,
-                    env={**environ, "GLOO_SOCKET_IFNAME": "eth0"},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        put(cgroup, [launched[1].pid])
-        outputs = [job.communicate(timeout=280)[0] for job in launched]
-    assert [job.returncode for job in launched] == [0, 0, 0], outputs
-    summary = json.loads((tmp_path / "out" / "s" / "summary.json").read_text())
-    named = {finding["label"]: finding for finding in summary["findings"]}
-    assert named["straggler"]["nodes"] == ["host-1"], (named, outputs)
-    assert named["slow_node"]["explains"] == named["straggler"]["key"], (named, outputs)
-    assert named["slow_node"]["why"].startswith("Confirmed by a check: ")
