@@ -74,14 +74,13 @@ demo: says-demo $(INSTALLED)
 says-demo:
 	@echo "Trains a small GPT on 4 processes of this machine for a minute, one of them slow, and names it with the reason."
 
-# $(call run_tests,PYTHON,WHICH): four at a time (of two cores, three leave a quarter idle: tests wait, too); then those
-# that judge time. They leave a core idle, which goes to QUIET where nothing is chosen. Status 5: PYTEST_ARGS has
-# chosen none of them.
+# $(call run_tests,PYTHON,WHICH): four at a time, because tests that start processes wait, too; then those that judge
+# time, one by one. What both leave idle goes to QUIET where nothing is chosen. Status 5: PYTEST_ARGS has chosen none.
 PARALLEL = -m pytest --dist loadfile --no-loadscope-reorder -m "not long and not alone"
 CHOSEN = $(filter tests/%,$(PYTEST_ARGS))
 define run_tests
-one=0; $(1) $(PARALLEL) -n 4 $(or $(2),$(if $(CHOSEN),,$(STARTS))) $(PYTEST_ARGS) || one=$$?; \
 three=5; $(if $(2)$(CHOSEN),,$(IDLE) $(1) $(PARALLEL) -n 2 --timeout 1200 $(QUIET) $(PYTEST_ARGS) >build/quiet.log 2>&1 & quiet=$$!;) \
+one=0; $(1) $(PARALLEL) -n 4 $(or $(2),$(if $(CHOSEN),,$(STARTS))) $(PYTEST_ARGS) || one=$$?; \
 two=0; $(1) -m pytest -m "not long and alone" $(or $(2),$(if $(CHOSEN),,$(ALONE))) $(PYTEST_ARGS) || two=$$?; \
 $(if $(2)$(CHOSEN),,three=0; wait $$quiet || three=$$?; cat build/quiet.log;) \
 [[ $$one$$two$$three =~ ^[05]+$$ && $$one$$two$$three != 555 ]]
