@@ -252,8 +252,8 @@ def _notes(folder: Path, attempt: int, rank: int) -> list[dict[str, Any]]:
 
 def _ended(folder: Path, attempt: int, rank: int, process_ns: int) -> int:
     """Return when a rank's script had ended; if it was killed, when its process had."""
-    said = [note["since"] for note in _notes(folder, attempt, rank) if note["what"] == "ended"]
-    return said[0] if said else process_ns
+    ends = [note["since"] for note in _notes(folder, attempt, rank) if note["what"] == "ended"]
+    return ends[0] if ends else process_ns
 
 
 def _steps(folder: Path, attempt: int) -> set[int]:

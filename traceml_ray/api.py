@@ -110,10 +110,8 @@ def attach(
             channel, identity, since_ns = ActorChannel(name), in_ray.named(identity), time.time_ns()
         else:
             channel, spool = channel_to_relay(settings, paths), paths.spool
-        agent = bootstrap.start(
-            settings, channel=channel, identity=identity, spool=spool, part_of_run_ns=since_ns
-        )
-        watched = agent is not None
+        how: dict[str, Any] = {"channel": channel, "spool": spool, "part_of_run_ns": since_ns}
+        watched = bootstrap.start(settings, identity=identity, **how) is not None
         if not watched and identity().global_rank == 0:
             _print_advice()
         return watched

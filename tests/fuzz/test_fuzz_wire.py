@@ -20,6 +20,7 @@ from sessions import Clock, Rank, Relay
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.settings import Settings
 from traceml_ray.signals.experts.records import MAX_ROUTERS, RouterTokens
+from traceml_ray.signals.goodput.totals import TOTALS
 from traceml_ray.signals.kinds import KINDS
 from traceml_ray.signals.layers.records import LAYERS
 from traceml_ray.signals.memory.records import MemorySample
@@ -185,11 +186,12 @@ ticks = st.tuples(st.lists(batches(), max_size=3), st.none() | samples, st.lists
 
 
 def stored_records(path: Path) -> Counter[str]:
-    """How many records of each kind a session file has."""
+    """How many records of each kind a session file has, without the sums that the aggregator makes itself."""
     with closing(sqlite3.connect(path)) as file:
         count = {
             name: file.execute(f"SELECT count(*) FROM {kind.table}").fetchone()[0]
             for name, kind in KINDS.items()
+            if kind is not TOTALS
         }
     return +Counter(count)
 

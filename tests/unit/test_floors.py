@@ -49,7 +49,7 @@ def test_launch_below_the_floor_trains_without_a_monitor(
     old_torch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launched = []
-    monkeypatch.setattr(torchrun, "_train", lambda _, monitor: launched.append(monitor))
+    monkeypatch.setattr(torchrun, "_train", lambda _, monitor, *__: launched.append(monitor))
     assert torchrun.main(["--out", str(old_torch / "out"), __file__]) == 0
     assert launched == [None]
     assert not (old_torch / "out").exists()

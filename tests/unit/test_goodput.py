@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from lived import Lived
 from played import Played
 from sessions import LIMITS, SECOND, aggregation
 
+from traceml_ray.analysis.step_totals import _grouped
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.reports.answers import Answers
 from traceml_ray.settings import Settings
@@ -261,3 +263,9 @@ def test_the_report_draws_one_bar_that_adds_up_and_a_timeline(tmp_path: Path) ->
         assert [x for x, _ in places[1:]] == pytest.approx(ends[:-1], abs=0.2)
     assert "<title>recovery between attempts: 8 s, attempt 1</title>" in drawn
     assert "steps that were repeated" in (busy.folder / "report.txt").read_text()
+
+
+def test_columns_of_steps_that_claim_to_take_centuries_do_not_overflow() -> None:
+    longest = 1 << 62
+    columns = _grouped(np.array([[step, step, longest] for step in range(400)]))
+    assert columns[:, 2].tolist() == [longest] * len(columns)

@@ -19,6 +19,8 @@ RECENT = 64
 Number of newest steps that have a column each in `StepTotals.columns`. Older columns have two, four, … steps.
 """
 
+_MOST_NS = 1 << 62
+
 
 class StepTotals(NamedTuple):
     """Time in the steps of an attempt so far, for R ranks and C columns of steps."""
@@ -105,7 +107,7 @@ def _aside_columns(history: StepHistory) -> Int64:
     lead = (table.lead[table.lead >= 0] >> SEGMENT_BITS).tolist()
     entries = [entry for aside in table.aside.values() for entry in aside.entries]
     rows = [(step, step, 0) for step in sorted(set(lead))[:1]]
-    rows += [(entry.first, entry.last, min(entry.ns, 1 << 62)) for entry in entries]
+    rows += [(entry.first, entry.last, min(max(0, entry.ns), _MOST_NS)) for entry in entries]
     return np.array(rows, np.int64).reshape(-1, 3)
 
 
@@ -120,7 +122,8 @@ def _grouped(columns: Int64) -> Int64:
     starts = np.flatnonzero((np.diff(level, prepend=-1) != 0) | (np.diff(block, prepend=-1) != 0))
     first = np.minimum.reduceat(columns[:, 0], starts)
     last = np.maximum.reduceat(columns[:, 1], starts)
-    return np.stack([first, last, np.add.reduceat(columns[:, 2], starts)], axis=1)
+    took = np.add.reduceat(columns[:, 2].astype(float), starts)  # as integers they could overflow
+    return np.stack([first, last, np.minimum(took, _MOST_NS).astype(np.int64)], axis=1)
 
 
 def _ns(ms: Float) -> Int64:

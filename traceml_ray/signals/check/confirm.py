@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from traceml_ray import text
+from traceml_ray.analysis.labels import LABELS
 from traceml_ray.signals.check.judge import LIMITS, CheckResult, Slow
 from traceml_ray.signals.finding import Finding, key_of, known
 
-STRAGGLERS = "straggler", "co_critical"
+STRAGGLERS = [name for name, label in LABELS.items() if (label.kind, label.names) == ("finding", "ranks")]
 """Labels of verdicts that a check can confirm."""
 NOT_CONFIRMED = "node_alike"
 """Label of the finding that a straggler's node is as fast as others."""

@@ -25,6 +25,7 @@ import msgspec
 from traceml_ray.errors import sendable
 from traceml_ray.signals.collectives.records import CallTimes
 from traceml_ray.signals.collectives.sums import CallSums, Kindred
+from traceml_ray.wire.codec import ready
 
 _NAME = re.compile(r"-pid\d+\.log\Z")
 """End of the name of a file: HOST-pidPID.log."""
@@ -87,7 +88,7 @@ class _Line(msgspec.Struct):
     p2p_perf: _Exchange | None = None
 
 
-_decoder = msgspec.json.Decoder(_Line)
+_decoder = msgspec.json.Decoder(ready(_Line))
 
 
 def add_line(sums: CallSums, line: bytes) -> None:

@@ -29,6 +29,7 @@ from traceml_ray.signals.view import SLOW_RANKS, Run, View
 from traceml_ray.store.query import OfRun
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire.codec import ready
 
 _EVERY_S = 10.0
 MAX_FILES = 512
@@ -102,7 +103,7 @@ class CollectivesView(View[CollectiveTimes]):
 
     def of_block(self, block: Any) -> CollectiveTimes:
         """Return the answer."""
-        return msgspec.convert(block, CollectiveTimes)
+        return msgspec.convert(block, ready(CollectiveTimes))
 
     def sections(self, answer: CollectiveTimes) -> Sequence[Section]:
         """

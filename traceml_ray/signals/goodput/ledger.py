@@ -171,11 +171,24 @@ def _by_rank(attempt: Attempt) -> tuple[Int64, int, int]:
         np.where(known & stepped, part, 0) for part in (ranks.took_ns, ranks.data_ns, ranks.waited_ns)
     )
     last = np.clip(np.maximum(ranks.last_row_ns, first + took), first, ended)
-    twice = np.zeros(len(sums), np.int64)
-
     sums[:, STARTUP] = attached - begin
-    lengths = first - attached, last - first, ended - last
-    left = []
+    left, twice = _explicit_parts(ranks, sums, (first - attached, last - first, ended - last))
+    sums[:, PREPARATION] = left[BEFORE]
+    work, data, waited, excess = _in_rows(ranks, took, data, waited, left[INSIDE])
+    sums[:, PRODUCTIVE], sums[:, DATA], sums[:, WAITING] = work, data, waited
+    not_rows = left[INSIDE] - work - data - waited
+    sums[:, OTHER] = not_rows + np.where(ranks.over, 0, left[AFTER])
+    sums[:, IDLE] = np.where(ranks.over, left[AFTER], 0) + (end - ended)
+    _move_wasted(sums, attempt.wasted)
+    return sums, _sum(twice + excess), _sum(np.where(known, 0, not_rows))
+
+
+def _explicit_parts(ranks: RankMoments, sums: Int64, lengths: Sequence[Int64]) -> tuple[list[Int64], Int64]:
+    """
+    Add the time of checkpoints, evaluations and hangs to `sums`, as far as it fits into the parts of a rank's
+    life, whose `lengths` (R,) are given. Return what is left of each part, and what did not fit (R,).
+    """
+    left, twice = list[Int64](), np.zeros(len(sums), np.int64)
     for part, length in enumerate(lengths):
         explicit = ranks.explicit[:, part].copy()
         over = np.maximum(explicit.sum(axis=1) - length, 0)
@@ -186,8 +199,16 @@ def _by_rank(attempt: Attempt) -> tuple[Int64, int, int]:
             over -= cut
         sums[:, _EXPLICIT] += explicit
         left.append(length - explicit.sum(axis=1))
-    sums[:, PREPARATION] = left[BEFORE]
+    return left, twice
 
+
+def _in_rows(
+    ranks: RankMoments, took: Int64, data: Int64, waited: Int64, room: Int64
+) -> tuple[Int64, Int64, Int64, Int64]:
+    """
+    Return work, data and waits of the rows without what is counted by itself (hangs, checkpoints,
+    evaluations), cut to `room`; and what was cut. All are (R,).
+    """
     explicit = ranks.explicit[:, INSIDE]
     hang = np.minimum(explicit[:, _EXPLICIT.index(HANG)], took)
     outside = np.minimum(explicit.sum(axis=1) - explicit[:, _EXPLICIT.index(HANG)], took)
@@ -198,21 +219,18 @@ def _by_rank(attempt: Attempt) -> tuple[Int64, int, int]:
     waited, work, data, _ = _without(hung_waiting, waited, work, data)
     data, work, waited, _ = _without(hung_in_data, data, work, waited)
     work, waited, data, _ = _without(hang - hung_waiting - hung_in_data, work, waited, data)
-    rows = work + data + waited
-    excess = np.maximum(rows - left[INSIDE], 0)
-    twice += excess
+    excess = np.maximum(work + data + waited - room, 0)
     work, data, waited, _ = _without(excess, work, data, waited)
-    sums[:, PRODUCTIVE], sums[:, DATA], sums[:, WAITING] = work, data, waited
-    not_rows = left[INSIDE] - work - data - waited
-    sums[:, OTHER] = not_rows + np.where(ranks.over, 0, left[AFTER])
-    sums[:, IDLE] = np.where(ranks.over, left[AFTER], 0) + (end - ended)
-    if attempt.wasted:
-        for category in (PRODUCTIVE, DATA, WAITING):
-            moved = np.floor(sums[:, category] * min(1.0, attempt.wasted)).astype(np.int64)
-            moved = np.minimum(moved, sums[:, category])
-            sums[:, category] -= moved
-            sums[:, WASTED] += moved
-    return sums, _sum(twice), _sum(np.where(known, 0, not_rows))
+    return work, data, waited, excess
+
+
+def _move_wasted(sums: Int64, wasted: float | None) -> None:
+    """Move the share `wasted` (0..1) of the steps to the steps that were repeated. None: it is not known."""
+    for category in (PRODUCTIVE, DATA, WAITING) if wasted else ():
+        moved = np.floor(sums[:, category] * min(1.0, wasted or 0.0)).astype(np.int64)
+        moved = np.minimum(moved, sums[:, category])
+        sums[:, category] -= moved
+        sums[:, WASTED] += moved
 
 
 def _without(amount: Int64, *parts: Int64) -> tuple[Int64, ...]:
