@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from traceml_ray.agent.stacks import current_frames
+from traceml_ray.agent.stacks import current_frames, python_threads
 
 OPEN_NS = 3_000_000_000
 """Time in one stage after which the training thread is looked at, in ns."""
@@ -77,7 +77,7 @@ def _stack(frame: FrameType | None) -> tuple[tuple[int, int], ...]:
 
 def _runs(owner: int | None) -> int | None:
     """Return how often a thread has given up its core by itself. None: not known."""
-    thread = dict(vars(threading).get("_active", {})).get(owner)
+    thread = python_threads().get(owner or -1)
     try:
         status = Path(f"/proc/self/task/{thread.native_id}/status").read_bytes()  # type: ignore[union-attr]
         return int(status.partition(b"\nvoluntary_ctxt_switches:")[2].split()[0])

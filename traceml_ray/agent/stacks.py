@@ -42,8 +42,7 @@ def event(owner: int | None, opened: wire.OpenStage, dump: str) -> wire.Event:
     """
     frames = current_frames()
     frames.pop(threading.get_ident(), None)
-    # `threading.enumerate` is not used: it takes a lock that may never be released.
-    known = {ident: thread.name for ident, thread in dict(vars(threading).get("_active", {})).items()}
+    known = {ident: thread.name for ident, thread in python_threads().items()}
     owner = owner if owner in frames else threading.main_thread().ident
     order = sorted(frames, key=lambda ident: (ident != owner, ident))[:MAX_THREADS]
     parts = []
@@ -56,6 +55,15 @@ def event(owner: int | None, opened: wire.OpenStage, dump: str) -> wire.Event:
         data.update(where=where, call=call)
     text = "\n".join(parts)
     return wire.Event("stacks", time.time_ns(), opened.step, opened.stage, _bounded(text), data)
+
+
+def python_threads() -> dict[int, threading.Thread]:
+    """
+    Return the threads that Python knows, by identifier.
+
+    `threading.enumerate` takes a lock that may never be released.
+    """
+    return dict(vars(threading).get("_active", {}))
 
 
 def current_frames() -> dict[int, FrameType]:

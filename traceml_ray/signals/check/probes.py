@@ -123,7 +123,7 @@ class Prober:
         return Checked(
             t_ns=self._t_ns,
             node=self._node,
-            host=_boot_id(),
+            host=boot_id(),
             rank=self._rank,
             state=self._watch.result(),
             measures=[*self._measures()],
@@ -149,7 +149,8 @@ class Prober:
                 )
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
+    """Return the id of this boot of the machine's kernel. "": it is not known."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""

@@ -24,9 +24,8 @@ import psutil
 from traceml_ray.errors import error_text
 from traceml_ray.signals.check import tasks
 from traceml_ray.signals.check.exchange import exchange, listen
-from traceml_ray.signals.check.probes import Prober
+from traceml_ray.signals.check.probes import Prober, boot_id
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LOOK_S = 0.3
 """How long the cores are watched to see how busy they are, in s."""
 _DETAIL_CHARS = 300
@@ -91,11 +90,8 @@ class _Entered:
 def machine() -> tasks.NodeUse:
     """Return what is known about this machine without torch."""
     cores = sorted(os.sched_getaffinity(0))
-    boot_id = ""
-    with contextlib.suppress(OSError):
-        boot_id = _BOOT_ID.read_text().strip()
     gpus, busy = _gpus()
-    return tasks.NodeUse(socket.gethostname(), boot_id, len(cores), _busy(cores), gpus, busy)
+    return tasks.NodeUse(socket.gethostname(), boot_id(), len(cores), _busy(cores), gpus, busy)
 
 
 def _busy(cores: list[int]) -> float | None:
