@@ -239,7 +239,7 @@ def test_thread_reads_and_ends(tmp_path: Path) -> None:
     files.read_once_more(60.0)
     assert drained(files) == {"r": 1}
     files.close()
-    assert files._thread is not None
-    files._thread.join(60)
-    assert not files._thread.is_alive()
+    assert files._polling.thread is not None
+    files._polling.thread.join(60)
+    assert not files._polling.thread.is_alive()
     rank.end()

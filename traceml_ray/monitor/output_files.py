@@ -24,6 +24,7 @@ from pathlib import Path
 
 import psutil
 
+from traceml_ray.monitor.rank_files import PollThread
 from traceml_ray.signals.output.last_lines import LastLines
 from traceml_ray.signals.output.records import Output
 
@@ -85,19 +86,18 @@ class OutputFiles:
 
     def __init__(self, most: int, wall: Callable[[], int] = time.time_ns, interval: float = 1.0) -> None:
         self.errors: Counter[str] = Counter()
-        self._most, self._wall, self._interval = most, wall, interval
+        self._most, self._wall = most, wall
         self._processes: dict[str, _Process] = {}
         self._lock = threading.Lock()
         """Lock held while lines are changed, but never while a file is read."""
-        self._wake, self._looked = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
-        self._closed = False
+        self._polling = PollThread(
+            "traceml-output", self.poll, self._drop_all, self.errors, "output", interval
+        )
 
     def start(self) -> None:
         """Read from now on."""
         if self._most:
-            self._thread = threading.Thread(target=self._run, name="traceml-output", daemon=True)
-            self._thread.start()
+            self._polling.start()
 
     def follow(self, process_id: str, pid: int) -> None:
         """
@@ -118,23 +118,15 @@ class OutputFiles:
 
     def poll_soon(self) -> None:
         """Read soon, before the next regular poll. Does not wait."""
-        self._wake.set()
+        self._polling.poll_soon()
 
     def read_once_more(self, timeout_s: float) -> None:
         """Read all files once more now. Wait at most `timeout_s` seconds for the read."""
-        if self._thread is None:
-            self.poll()
-            return
-        self._looked.clear()
-        self.poll_soon()
-        self._looked.wait(timeout_s)
+        self._polling.poll_once_more(timeout_s)
 
     def close(self) -> None:
         """Stop reading."""
-        self._closed = True
-        self._wake.set()
-        if self._thread is None:
-            self._drop_all()
+        self._polling.close()
 
     @property
     def waiting(self) -> bool:
@@ -175,17 +167,6 @@ class OutputFiles:
                     file.lines.feed(new)
             if over:
                 self._forget(name, process)
-
-    def _run(self) -> None:
-        while not self._closed:
-            try:
-                self.poll()
-            except Exception as error:
-                self.errors[f"output: {type(error).__name__}"] += 1
-            self._looked.set()
-            self._wake.wait(self._interval)
-            self._wake.clear()
-        self._drop_all()
 
     def _open(self, processes: list[tuple[str, _Process]]) -> None:
         """Open files of streams that have changed; close files that several processes write into."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from traceml_ray.wire.codec import Part
@@ -42,6 +43,74 @@ class RankFileReader(Protocol):
 
     def drain(self) -> Mapping[str, Sequence[Part]]:
         """Return new records by rank process. If there are many, the rest is returned by the next call."""
+
+
+class PollThread:
+    """
+    Polls files in a thread of its own, so that a file system that hangs delays nothing else. Any thread may
+    call its methods.
+
+    Args:
+        name: name of the thread.
+        poll: reads what is new. An exception is counted.
+        release: closes the files. It is called after the last poll.
+        errors: counts of exceptions.
+        what: what `errors` calls the files.
+        interval: seconds between two polls.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        poll: Callable[[], object],
+        release: Callable[[], object],
+        errors: Counter[str],
+        what: str,
+        interval: float,
+    ) -> None:
+        self.thread: threading.Thread | None = None
+        """None until `start`."""
+        self._name, self._poll, self._release = name, poll, release
+        self._errors, self._what, self._interval = errors, what, interval
+        self._wake, self._polled = threading.Event(), threading.Event()
+        self._closed = False
+
+    def start(self) -> None:
+        """Poll from now on. A second call, or one after `close`, does nothing."""
+        if self.thread is None and not self._closed:
+            self.thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self.thread.start()
+
+    def poll_soon(self) -> None:
+        """Poll before the interval is over. Does not wait."""
+        self._wake.set()
+
+    def poll_once_more(self, timeout_s: float) -> None:
+        """Poll now. Wait at most `timeout_s` seconds for it."""
+        if self.thread is None:
+            self._poll()
+            return
+        self._polled.clear()
+        self._wake.set()
+        self._polled.wait(timeout_s)
+
+    def close(self) -> None:
+        """Stop polling, and release the files."""
+        self._closed = True
+        self._wake.set()
+        if self.thread is None:
+            self._release()
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                self._poll()
+            except Exception as error:
+                self._errors[f"{self._what}: {type(error).__name__}"] += 1
+            self._polled.set()
+            self._wake.wait(self._interval)
+            self._wake.clear()
+        self._release()
 
 
 class RankFiles:

@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from traceml_ray.errors import sendable
+from traceml_ray.monitor.rank_files import PollThread
 from traceml_ray.signals.collectives.records import CallTimes
 from traceml_ray.signals.collectives.sums import CallSums, Kindred
 from traceml_ray.wire.codec import ready
@@ -188,15 +189,16 @@ class InspectorFiles:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, interval: float = _INTERVAL_S) -> None:
         self.errors: Counter[str] = Counter()
-        self._clock, self._interval = clock, interval
+        self._clock = clock
         self._processes: dict[str, _Process] = {}
         self._records: dict[str, dict[int, CallTimes]] = {}
         """Records that were not drained yet: rank process → number → record."""
         self._lock = threading.Lock()
         """Held while processes and records are changed, but never while a file is read."""
-        self._wake, self._looked = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
-        self._started = self._closed = self._final = False
+        self._polling = PollThread(
+            "traceml-inspector", self.poll, self._drop_all, self.errors, "NCCL Inspector", interval
+        )
+        self._started = self._final = False
 
     def start(self) -> None:
         """Read from now on."""
@@ -206,9 +208,8 @@ class InspectorFiles:
         """Look for the file of a rank process from now on."""
         with self._lock:
             self._processes.setdefault(process_id, _Process(pid, self._clock() + _SEARCH_S))
-            if self._started and self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="traceml-inspector", daemon=True)
-                self._thread.start()
+            if self._started:
+                self._polling.start()
 
     def ended(self, process_id: str) -> None:
         """Read the file of a rank process once more because the process has ended."""
@@ -217,7 +218,7 @@ class InspectorFiles:
             if process is not None:
                 process.ended = True
         if process is not None and process.file is not None:
-            self._wake.set()
+            self._polling.poll_soon()
 
     def poll_soon(self) -> None:
         """Do nothing: the next regular poll is soon enough."""
@@ -225,19 +226,11 @@ class InspectorFiles:
     def read_once_more(self, timeout_s: float) -> None:
         """Read all files once more now. Wait at most `timeout_s` seconds for the read."""
         self._final = True
-        if self._thread is None:
-            self.poll()
-            return
-        self._looked.clear()
-        self._wake.set()
-        self._looked.wait(timeout_s)
+        self._polling.poll_once_more(timeout_s)
 
     def close(self) -> None:
         """Stop reading."""
-        self._closed = True
-        self._wake.set()
-        if self._thread is None:
-            self._drop_all()
+        self._polling.close()
 
     @property
     def waiting(self) -> bool:
@@ -298,17 +291,6 @@ class InspectorFiles:
         if records := file.sums.due(now, final):
             with self._lock:
                 self._records.setdefault(name, {}).update({one.number: one for one in records})
-
-    def _run(self) -> None:
-        while not self._closed:
-            try:
-                self.poll()
-            except Exception as error:
-                self.errors[f"NCCL Inspector: {type(error).__name__}"] += 1
-            self._looked.set()
-            self._wake.wait(self._interval)
-            self._wake.clear()
-        self._drop_all()
 
     def _forget(self, name: str, process: _Process) -> None:
         with self._lock:
