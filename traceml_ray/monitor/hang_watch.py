@@ -56,6 +56,8 @@ class HangWatch:
         self._limits = self.settings.thresholds
         self._doubt_s = max(3.0, 2 * self.settings.interval + 1)
         """Time after which a silent rank may be stopped, in s: its last report may no longer be true."""
+        self._least_s = max(self._limits.hang_timeout_s, self._doubt_s)
+        """Shortest time without a row after which a run may hang, in s."""
         self._hangs: dict[str, _Hang] = {}
         self._answers: dict[tuple[str, int | None], EventRow] = {}
         """Events with which ranks answered commands, by (command id, rank process)."""
@@ -94,13 +96,15 @@ class HangWatch:
         """
         now, hang = self.clock(), self._hangs.get(run)
         with self.writer.lock:
+            if hang is None and self._goes_on(ranks, now):
+                return None
             began = all(process.stored for process in ranks.values())
             last_ns = max((_progress_ns(process) for process in ranks.values()), default=0)
             if hang is not None and last_ns > hang.began_ns:
                 return self._over(run, hang, last_ns)
             quiet_s = (now - last_ns) / 1e9
-            due_s = self._due_s(processes, ranks, began)
-            if due_s is None or quiet_s < ASK_AT * due_s:
+            due_s = self._due_s(ranks, began)
+            if quiet_s < ASK_AT * due_s or not _is_expected(processes, ranks):
                 return None
             ended = {rank for rank, process in ranks.items() if process.ended}
             if hang is None:
@@ -122,18 +126,19 @@ class HangWatch:
             hang.verdict = msgspec.structs.replace(finding, began_ns=last_ns)
         return hang.verdict
 
-    def _due_s(
-        self, processes: list[RankProcess], ranks: dict[int, RankProcess], began: bool
-    ) -> float | None:
-        """Return the time without a row after which a run may hang, in s. None: no row is expected."""
-        limits = self._limits
-        if len(ranks) < 2:
-            return None
-        first = ranks[min(ranks)]
-        if first.id not in {process.id for process in generations(processes)[-1]}:
-            return None  # the run is restarting
-        due_s = max(limits.hang_timeout_s, self._doubt_s)
-        return max(due_s, limits.hang_steps * self._median_s(first)) if began else due_s
+    def _goes_on(self, ranks: dict[int, RankProcess], now: int) -> bool:
+        """
+        Return whether a rank made progress so recently that the run cannot hang. Mostly the first rank says
+        it, so that a tick costs little, however many ranks there are.
+        """
+        since = now - int(ASK_AT * self._least_s * 1e9)
+        return any(_progress_ns(process) > since for process in ranks.values())
+
+    def _due_s(self, ranks: dict[int, RankProcess], began: bool) -> float:
+        """Return the time without a row after which a run may hang, in s."""
+        if not began or not ranks:
+            return self._least_s
+        return max(self._least_s, self._limits.hang_steps * self._median_s(ranks[min(ranks)]))
 
     def _over(self, run: str, hang: _Hang, last_ns: int) -> Verdict | None:
         del self._hangs[run]
@@ -255,6 +260,13 @@ class _Hang:
     def doubts_again(self, now: int) -> bool:
         """Whether the hang has lasted twice as long as when the ranks were last asked where they are."""
         return now - self.began_ns >= 2 * (self.found_ns - self.began_ns)
+
+
+def _is_expected(processes: list[RankProcess], ranks: dict[int, RankProcess]) -> bool:
+    """Whether a row is expected of a run: it has several ranks, and is not restarting."""
+    if len(ranks) < 2:
+        return False
+    return ranks[min(ranks)].id in {process.id for process in generations(processes)[-1]}
 
 
 def _progress_ns(process: RankProcess) -> int:
