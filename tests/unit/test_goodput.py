@@ -21,7 +21,7 @@ from traceml_ray.settings import Settings
 from traceml_ray.signals.goodput.answer import Goodput
 from traceml_ray.signals.goodput.records import LifeInterval, OpenInterval
 from traceml_ray.signals.goodput.view import GetGoodput, GoodputView
-from traceml_ray.stages import SYNC_WAIT
+from traceml_ray.stages import POST_SYNC, SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.wire import messages as wire
 
@@ -152,6 +152,94 @@ def test_an_interval_counts_once_in_whatever_order_several_are_sent(tmp_path: Pa
     assert (answer.seconds["checkpoint_save"], answer.seconds["evaluation"]) == (4 * 1, 4 * 2)
 
 
+def alone(busy: Lived, what: Any, seconds: int) -> None:
+    """In the next step rank 0 does something by itself first, and the others wait for it."""
+    usual = busy.rows
+
+    def rows(n: int) -> Any:
+        rows = usual(n)
+        rows[0, :, POST_SYNC] += seconds * SECOND
+        rows[1:, :, SYNC_WAIT] += seconds * SECOND
+        return rows
+
+    busy.clock.tick(seconds)
+    busy.interval(what, seconds, (0,), step=busy.step)
+    busy.rows = rows  # type: ignore[method-assign]
+    busy.step_on(1)
+    busy.rows = usual  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("what", ["checkpoint_save", "evaluation"])
+def test_ranks_that_wait_for_what_one_does_alone_spend_their_time_on_it_too(
+    tmp_path: Path, what: Any
+) -> None:
+    """They wait in a barrier, or in the next exchange of gradients."""
+    busy = Lived(tmp_path / "demo")
+    busy.start()
+    busy.step_on(20)
+    before = both(busy)
+    alone(busy, what, 5)
+    busy.step_on(10)
+    answer = both(busy)
+    assert answer.seconds[what] == pytest.approx(4 * 5 - 0.2)  # rank 1 is late by 0.2 s
+    waits = 10 / 19 * before.seconds["waiting"]
+    assert answer.seconds["waiting"] == pytest.approx(before.seconds["waiting"] + waits, rel=0.1)
+
+
+def test_what_was_repeated_does_not_depend_on_who_waited_for_a_checkpoint(tmp_path: Path) -> None:
+    """After 10 of 20 steps rank 0 saves alone for 60 s; the next attempt begins with step 15."""
+    busy = Lived(tmp_path / "demo")
+    busy.start()
+    busy.step_on(10)
+    alone(busy, "checkpoint_save", 60)
+    busy.step_on(9)
+    busy.killed()
+    busy.again(1, 15)
+    busy.step_on(5)
+    answer = both(busy)
+    assert answer.seconds["checkpoint_save"] == pytest.approx(4 * 60 - 0.2)
+    assert answer.attempts[0].seconds["wasted"] == pytest.approx(4 * 5, rel=0.05)
+
+
+def test_a_checkpoint_beside_training_counts_where_the_end_waits_for_it(tmp_path: Path) -> None:
+    busy = Lived(tmp_path / "demo")
+    busy.start()
+    busy.step_on(10)
+    busy.clock.tick(7)
+    busy.interval("checkpoint_save_async", 9, (0, 1, 2, 3))
+    busy.ended = True
+    busy.play(0)
+    busy.end()
+    answer = both(busy)
+    assert answer.seconds["checkpoint_save"] == 4 * 7
+    assert answer.async_save_s == 4 * 9
+
+
+def test_steps_stay_productive_while_an_evaluation_goes_on(tmp_path: Path) -> None:
+    busy = Lived(tmp_path / "demo")
+    busy.start()
+    busy.step_on(20)
+    before = both(busy)
+    of_rank = busy.of_rank
+
+    def with_open(rank: int) -> dict[str, Any]:
+        fields = of_rank(rank)
+        evaluates = OpenInterval(
+            7, "evaluation", busy.clock() - busy.newest, None, busy.clock() - busy.newest
+        )
+        return {
+            **fields,
+            "life": [msgspec.structs.replace(life, open=[evaluates]) for life in fields["life"]],
+        }
+
+    busy.of_rank = with_open  # type: ignore[method-assign]
+    busy.clock.tick(12)
+    busy.play(0)
+    answer = both(busy)
+    assert answer.seconds["evaluation"] == pytest.approx(4 * 13)
+    assert answer.seconds["productive"] == pytest.approx(before.seconds["productive"])
+
+
 def test_an_attempt_without_a_step_was_all_preparation(tmp_path: Path) -> None:
     busy = restarted(tmp_path / "demo")
     busy.killed()
@@ -190,7 +278,7 @@ def test_a_restarted_aggregator_still_knows_the_attempts_before(tmp_path: Path) 
 def test_the_summary_and_the_ended_session_say_the_same(tmp_path: Path) -> None:
     busy = restarted(tmp_path / "demo")
     busy.ended = True
-    busy.interval("evaluation", 1, (2,))
+    busy.interval("evaluation", 1, (0, 1, 2, 3))
     busy.play(0)
     busy.end()
     answer = both(busy)
@@ -199,7 +287,7 @@ def test_the_summary_and_the_ended_session_say_the_same(tmp_path: Path) -> None:
     adds_up(block)
     assert plain(block).keys() == plain(answer).keys()
     assert block.seconds == pytest.approx(answer.seconds, rel=1e-6)
-    assert answer.seconds["evaluation"] == 1
+    assert answer.seconds["evaluation"] == 4
 
 
 def test_a_hang_that_was_resolved_is_no_waiting(tmp_path: Path) -> None:

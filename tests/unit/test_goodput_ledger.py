@@ -10,6 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traceml_ray.signals.goodput.ledger import (
+    Attempt,
+    Balance,
+    Progress,
+    RankMoments,
+    Repeated,
+    balance,
+    repeated,
+    share_from,
+    whole_step,
+    without_intervals,
+)
+from traceml_ray.signals.goodput.pieces import (
     AFTER,
     BEFORE,
     CATEGORIES,
@@ -18,6 +30,7 @@ from traceml_ray.signals.goodput.ledger import (
     HANG,
     IDLE,
     INSIDE,
+    OF_OTHERS,
     OTHER,
     PREPARATION,
     PRODUCTIVE,
@@ -28,18 +41,9 @@ from traceml_ray.signals.goodput.ledger import (
     UNKNOWN,
     WAITING,
     WASTED,
-    Attempt,
-    Balance,
     Piece,
-    Progress,
-    RankMoments,
-    Repeated,
-    balance,
+    of_others,
     of_parts,
-    repeated,
-    share_from,
-    whole_step,
-    without_intervals,
 )
 
 S = 1_000_000_000
@@ -55,6 +59,7 @@ def attempt(
     over: bool = True,
     wasted: float | None = 0.0,
     hung: tuple[int, int] = (0, 0),
+    others: Any = None,
 ) -> Attempt:
     """An attempt of ranks with these moments (attached, first row, newest row, ended), in s."""
     moments = np.array(marks or ((10, 20, 90, 95),), np.int64).T
@@ -72,7 +77,9 @@ def attempt(
     known = np.where(moments < 0, UNKNOWN, moments * S)
     table = RankMoments(
         np.arange(count), *known, over=np.full(count, over), took_ns=sums[0], data_ns=sums[1],
-        waited_ns=sums[2], explicit=explicit, hung_ns=np.full((count, 2), hung, np.int64) * S,
+        waited_ns=sums[2], explicit=explicit,
+        others=np.array(others or np.zeros((count, 3, 3)), np.int64) * S,
+        hung_ns=np.full((count, 2), hung, np.int64) * S,
     )  # fmt: skip
     return Attempt(begin * S, end * S, world or count, table, wasted)
 
@@ -197,6 +204,7 @@ def attempts(draw: st.DrawFn) -> Attempt:
         took_ns=took, data_ns=np.where(took < 0, UNKNOWN, np.maximum(data, 0)),
         waited_ns=np.where(took < 0, UNKNOWN, np.maximum(waited, 0)),
         explicit=np.stack([of_parts(pieces, edges)] * count),
+            others=np.array(draw(st.lists(_TIMES, min_size=9 * count, max_size=9 * count))).reshape(-1, 3, 3),
         hung_ns=np.array(draw(st.lists(st.tuples(_TIMES, _TIMES), min_size=count, max_size=count))),
     )  # fmt: skip
     wasted = draw(st.none() | st.floats(0, 1))
@@ -280,3 +288,25 @@ def test_a_hang_lasts_from_the_end_of_a_step_to_the_end_of_the_next() -> None:
     nowhere = Piece(HANG, 200 * S, 210 * S, 10 * S)
     assert whole_step(STEPS, 2, first, nowhere) == nowhere
     assert whole_step(STEPS[:0], 2, first, late) == late
+
+
+def test_what_other_ranks_did_meanwhile() -> None:
+    """Rank 0 saves from 30 to 40 s, both from 50 to 52 s, and rank 0 several times, in all 3 s."""
+    both_ranks = Piece(SAVE, 50 * S, 52 * S, 2 * S)
+    pieces = [
+        [Piece(SAVE, 30 * S, 40 * S, 10 * S), both_ranks, Piece(SAVE, 60 * S, 80 * S, 3 * S, joined=True)],
+        [both_ranks, Piece(EVALUATION, 35 * S, 36 * S, S)],
+    ]
+    edges = np.array([[0, 10, 90, 95]] * 2) * S
+    explicit = np.array([of_parts(of_rank, edges[0].tolist()) for of_rank in pieces])
+    others = of_others(pieces, edges, explicit)
+    save = OF_OTHERS.index(SAVE)
+    assert (others.ns[:, :, save] // S).tolist() == [[0, 0, 0], [0, 13, 0]]
+    waited_for = [piece for piece in others.waited_for(1, pieces[1]) if piece.category == SAVE]
+    assert [(piece.began_ns // S, piece.ended_ns // S) for piece in waited_for] == [(30, 35), (36, 40)]
+
+
+def test_a_rank_waits_for_others_only_as_long_as_it_waits_at_all() -> None:
+    sums = seconds(balance(attempt(rows=(70, 7, 14), others=[[[0, 9, 0], [20, 0, 5], [0, 0, 30]]])))
+    assert (sums[SAVE], sums[RESTORE], sums[PREPARATION], WAITING in sums) == (14, 9, 1, False)
+    assert sums[EVALUATION] == 5  # after its newest row

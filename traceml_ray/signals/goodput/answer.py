@@ -11,7 +11,8 @@ import numpy as np
 from traceml_ray import text
 from traceml_ray.analysis.window import Int64
 from traceml_ray.signals.goodput.attempts import Sources, Started, started
-from traceml_ray.signals.goodput.ledger import (
+from traceml_ray.signals.goodput.ledger import Balance, balance
+from traceml_ray.signals.goodput.pieces import (
     CATEGORIES,
     HANG,
     IDLE,
@@ -21,8 +22,6 @@ from traceml_ray.signals.goodput.ledger import (
     RECOVERY,
     STARTUP,
     WASTED,
-    Balance,
-    balance,
 )
 
 MOST_RANKS, MOST_STRETCHES, _DRAWN_RANKS = 64, 400, 256

@@ -15,21 +15,24 @@ import numpy as np
 from traceml_ray.analysis.step_totals import StepTotals
 from traceml_ray.analysis.window import Int64
 from traceml_ray.signals.goodput.ledger import (
-    EVALUATION,
-    HANG,
-    RESTORE,
-    SAVE,
-    UNKNOWN,
     Attempt,
-    Piece,
     Progress,
     RankMoments,
-    of_parts,
     repeated,
     share_from,
     steps_from,
     whole_step,
     without_intervals,
+)
+from traceml_ray.signals.goodput.pieces import (
+    EVALUATION,
+    HANG,
+    RESTORE,
+    SAVE,
+    UNKNOWN,
+    Piece,
+    of_others,
+    of_parts,
 )
 from traceml_ray.signals.goodput.records import Life, LifeInterval
 from traceml_ray.signals.goodput.totals import RankTotals
@@ -78,6 +81,8 @@ class Intervals:
         """Intervals that take time from steps, by process."""
         self.async_ns: dict[int, int] = {}
         """Time of checkpoints that were saved beside training, by process."""
+        self.newest_async: dict[int, LifeInterval] = {}
+        """The one of them that ended last, by process."""
         self.checkpoints: dict[int, Checkpoints] = {}
         self.numbers: dict[int, set[int]] = {}
         """Numbers of the intervals, by process."""
@@ -88,6 +93,9 @@ class Intervals:
         self.numbers.setdefault(process, set()).add(record.number)
         if record.what == ASYNC:
             self.async_ns[process] = self.async_ns.get(process, 0) + record.busy_ns
+            newest = self.newest_async.get(process)
+            if newest is None or record.ended_ns >= newest.ended_ns:
+                self.newest_async[process] = record
         else:
             self.pieces.setdefault(process, []).append(_piece(record))
         known = self.checkpoints.get(process, Checkpoints())
@@ -96,6 +104,16 @@ class Intervals:
         elif record.what in ("checkpoint_save", ASYNC):
             step = known.saved_step if record.step is None else max(record.step, known.saved_step or 0)
             self.checkpoints[process] = known._replace(saved=True, saved_step=step)
+
+    def waited_for(self, process: int, life: Life, last_ns: int) -> list[Piece]:
+        """
+        Return the checkpoint that was saved beside training and went on after the newest row (at `last_ns`)
+        of a process that is over: it took no step any more, only that kept it.
+        """
+        running = [one for one in life.open_intervals() if one.what == ASYNC]
+        newest = [*filter(None, [self.newest_async.get(process)]), *running]
+        spans = [(max(one.began_ns, last_ns), one.ended_ns) for one in newest]
+        return [Piece(SAVE, begin, end, end - begin) for begin, end in spans if end > begin]
 
     def parts(self, process: int, pieces: Sequence[Piece], edges: tuple[int, ...]) -> Int64:
         """Return the time of intervals by part (3, 4) ns, see `of_parts`. It is computed if they changed."""
@@ -220,49 +238,96 @@ def _started(sources: Sources, generation: Sequence[RankProcess], begin: int, un
     end = max(_ended(sources, process) for process in generation)
     end = max(begin, end if until is None else min(end, until))
     sums, columns = _sums(of_rank, sources)
-    marks = np.full((4, len(of_rank)), UNKNOWN, np.int64)
-    over, explicit = np.zeros(len(of_rank), np.bool_), np.zeros((len(of_rank), 3, 4), np.int64)
-    hung_ns = np.zeros((len(of_rank), 2), np.int64)
-    pieces: dict[int, list[Piece]] = {}
     hangs = [hang for hang in sources.hangs if begin <= hang.began_ns < end]
     hangs = _in_whole_steps(hangs, columns, [lives.get(process.id) for process in of_rank.values()], end)
-    hung = _hung(hangs, end)
-    async_ns = 0
-    for row, (rank, process) in enumerate(of_rank.items()):
-        life = lives.get(process.id)
-        runs = running and not process.ended
-        over[row] = not runs and life is not None and life.ended_ns is not None and not process.exit_code
-        if life is None:
-            marks[:, row] = process.first_seen_ns, UNKNOWN, UNKNOWN, end if runs else _ended(sources, process)
-            continue
-        edges = _edges(life, begin, end, end if runs else _ended(sources, process), int(sums[0, row]))
-        marks[:, row] = edges
-        if life.first_row_ns is None:
-            marks[1, row] = UNKNOWN
-        mine, beside_ns = _pieces(process.id, life, sources.intervals)
-        mine += hung
-        hung_ns[row] = _hung_in(rank, hangs, end)
-        async_ns += beside_ns
-        if mine:
-            pieces[rank] = mine
-            fixed = (*edges[:2], _NEVER, _NEVER) if runs and life.first_row_ns is not None else edges
-            explicit[row] = sources.intervals.parts(process.id, mine, fixed)
+    rows = [
+        _rank(sources, process, begin, end, running and not process.ended, int(took), hangs)
+        for process, took in zip(of_rank.values(), sums[0].tolist(), strict=True)
+    ]
+    edges, explicit = np.array([row.edges for row in rows], np.int64), np.array([row.parts for row in rows])
+    others = of_others([row.pieces for row in rows], edges, explicit)
+    stepped = np.array([row.stepped for row in rows])
     table = RankMoments(
-        np.array([*of_rank], np.int64), marks[0], marks[1], marks[2], marks[3], over, sums[0], sums[1],
-        sums[2], explicit, hung_ns,
-    )  # fmt: skip
+        ranks=np.array([*of_rank], np.int64),
+        attached_ns=edges[:, 0],
+        first_row_ns=np.where(stepped, edges[:, 1], UNKNOWN),
+        last_row_ns=edges[:, 2],
+        ended_ns=edges[:, 3],
+        over=np.array([row.over for row in rows]),
+        took_ns=sums[0],
+        data_ns=sums[1],
+        waited_ns=sums[2],
+        explicit=explicit,
+        others=others.ns,
+        hung_ns=np.array([_hung_in(rank, hangs, end) for rank in of_rank], np.int64),
+    )
     attempt = Attempt(begin, end, max(world_size(of_rank, None), len(of_rank)), table)
-    sample = [row for row in range(len(of_rank)) if marks[1, row] >= 0][:_SAMPLE]
+    sample = [row for row, one in zip(range(len(rows)), rows, strict=True) if one.stepped][:_SAMPLE]
     if sample and len(columns):
-        ranks = [*of_rank]
-        columns = without_intervals(
-            columns,
-            int((marks[1] >= 0).sum()),
-            [int(marks[1, row]) for row in sample],
-            [pieces.get(ranks[row], []) for row in sample],
-        )
+        taken = [[*rows[row].pieces, *others.waited_for(row, rows[row].pieces)] for row in sample]
+        columns = without_intervals(columns, int(stepped.sum()), edges[sample, 1].tolist(), taken)
+    pieces = {rank: row.pieces for rank, row in zip(of_rank, rows, strict=True) if row.pieces}
     progress = _progress(of_rank, sources, columns)
+    async_ns = sum(row.beside_ns for row in rows)
     return Started(attempt, attempt_of(generation[0]), running, columns, pieces, async_ns, progress)
+
+
+class _Rank(NamedTuple):
+    """What is known of a rank in an attempt."""
+
+    edges: tuple[int, int, int, int]
+    """When it attached, when its first row ended, when its newest row ended, when it ended (ns)."""
+    pieces: list[Piece]
+    parts: Int64
+    """(3, 4) ns: time of the pieces, see `of_parts`."""
+    stepped: bool = False
+    over: bool = False
+    """Whether its process ended by itself."""
+    beside_ns: int = 0
+    """Time in which checkpoints were saved beside training."""
+
+
+def _rank(
+    sources: Sources,
+    process: RankProcess,
+    begin: int,
+    end: int,
+    runs: bool,
+    took: int,
+    hangs: Sequence[Hang],
+) -> _Rank:
+    """Return what is known of a rank in an attempt from `begin` to `end`. `took`: time of its rows in ns."""
+    life = sources.lives.by_process.get(process.id)
+    ended = end if runs else _ended(sources, process)
+    if life is None:
+        since = min(max(process.first_seen_ns, begin), end)
+        ended = min(max(ended, since), end)
+        return _Rank((since, ended, ended, ended), [], np.zeros((3, 4), np.int64))
+    over = not runs and life.ended_ns is not None and not process.exit_code
+    edges = _edges(life, begin, end, ended, took)
+    pieces, beside_ns = _pieces(process.id, life, sources.intervals)
+    if over:
+        pieces += sources.intervals.waited_for(process.id, life, edges[2])
+    pieces += _hung(hangs, end)
+    stepped = life.first_row_ns is not None
+    return _Rank(
+        edges, pieces, _parts(sources.intervals, process.id, pieces, edges, runs), stepped, over, beside_ns
+    )
+
+
+def _parts(
+    intervals: Intervals, process: int, pieces: Sequence[Piece], edges: tuple[int, int, int, int], runs: bool
+) -> Int64:
+    """
+    Return the time of intervals by part (3, 4) ns. The edges of a rank that runs move, so that all parts are
+    computed again only of intervals after its newest row.
+    """
+    if not pieces or not runs:
+        return intervals.parts(process, pieces, edges)
+    before = [piece for piece in pieces if piece.ended_ns <= edges[2]]
+    after = [piece for piece in pieces if piece.ended_ns > edges[2]]
+    settled = intervals.parts(process, before, (*edges[:2], _NEVER, _NEVER))
+    return settled + of_parts(after, edges) if after else settled
 
 
 def _edges(life: Life, begin: int, end: int, ended: int, took: int) -> tuple[int, int, int, int]:

@@ -16,74 +16,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from traceml_ray.analysis.window import Float, Int64
-
-CATEGORIES = (
-    *("productive", "data", "waiting", "checkpoint_save", "checkpoint_restore", "evaluation"),
-    *("startup", "preparation", "hang", "wasted", "recovery", "idle", "other"),
+from traceml_ray.signals.goodput.pieces import (
+    AFTER,
+    BEFORE,
+    CATEGORIES,
+    DATA,
+    EXPLICIT,
+    HANG,
+    IDLE,
+    INSIDE,
+    OF_OTHERS,
+    OTHER,
+    PREPARATION,
+    PRODUCTIVE,
+    RECOVERY,
+    RESTORE,
+    STARTUP,
+    WAITING,
+    WASTED,
+    Piece,
 )
-"""Where the time of a rank goes. All but the first and the last are badput."""
-PRODUCTIVE, DATA, WAITING, SAVE, RESTORE, EVALUATION = range(6)
-STARTUP, PREPARATION, HANG, WASTED, RECOVERY, IDLE, OTHER = range(6, len(CATEGORIES))
-_EXPLICIT = SAVE, RESTORE, EVALUATION, HANG
-"""Categories of intervals. Where intervals overlap, the first one counts."""
-BEFORE, INSIDE, AFTER = range(3)
-"""Parts of a rank's life: until its first row ended, until the newest row ended, until its process ended."""
-UNKNOWN = -1
-
-
-class Piece(NamedTuple):
-    """An interval of a rank, of one of `_EXPLICIT`."""
-
-    category: int
-    began_ns: int
-    ended_ns: int
-    busy_ns: int
-    """Time in it; less than its length if several short intervals were joined."""
-    joined: bool = False
-    """Whether several intervals were joined. Others may then lie between them."""
-
-
-def of_parts(pieces: Sequence[Piece], edges: Sequence[int]) -> Int64:
-    """
-    Return the time of intervals in the three parts of a rank's life, (3, 4) ns, in order of `_EXPLICIT`.
-
-    Args:
-        pieces: intervals of the rank.
-        edges: when it attached, when its first row ended, when its newest row ended, when it ended (ns).
-    """
-    sums = np.zeros((3, len(_EXPLICIT)), np.int64)
-    covered: list[tuple[int, int]] = []
-    for place, category in enumerate(_EXPLICIT):
-        mine = [piece for piece in pieces if piece.category == category]
-        for piece in sorted(mine, key=lambda piece: piece.began_ns):
-            length = piece.ended_ns - piece.began_ns
-            if length <= 0:
-                continue
-            for part in range(3):
-                begin, end = max(piece.began_ns, edges[part]), min(piece.ended_ns, edges[part + 1])
-                if begin >= end:
-                    continue
-                inside = end - begin
-                if piece.joined:
-                    sums[part, place] += min(piece.busy_ns, length) * inside // length
-                else:
-                    sums[part, place] += inside - _overlap(covered, begin, end)
-            if not piece.joined:
-                covered = _with(covered, piece.began_ns, piece.ended_ns)
-    return sums
-
-
-def _overlap(covered: Sequence[tuple[int, int]], begin: int, end: int) -> int:
-    """Return how much of the time from `begin` to `end` is in `covered`, whose spans are disjoint."""
-    return sum(max(0, min(end, to) - max(begin, since)) for since, to in covered)
-
-
-def _with(covered: Sequence[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
-    """Return disjoint spans that also cover the time from `begin` to `end`."""
-    apart = [span for span in covered if span[1] < begin or span[0] > end]
-    touching = [span for span in covered if span not in apart]
-    joined = min([begin, *(since for since, _ in touching)]), max([end, *(to for _, to in touching)])
-    return [*apart, joined]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +59,8 @@ class RankMoments:
     """Parts of `took_ns`: waiting for data, and for other ranks."""
     explicit: Int64
     """(R, 3, 4) ns: intervals by part, see `of_parts`."""
+    others: Int64
+    """(R, 3, 3) ns: time in which other ranks saved, loaded or evaluated, see `of_others`."""
     hung_ns: Int64
     """
     (R, 2): length of the hangs in which it waited for a rank that is named, and of those in which it is named
@@ -173,12 +127,16 @@ def _by_rank(attempt: Attempt) -> tuple[Int64, int, int]:
     last = np.clip(np.maximum(ranks.last_row_ns, first + took), first, ended)
     sums[:, STARTUP] = attached - begin
     left, twice = _explicit_parts(ranks, sums, (first - attached, last - first, ended - last))
-    sums[:, PREPARATION] = left[BEFORE]
     work, data, waited, excess = _in_rows(ranks, took, data, waited, left[INSIDE])
-    sums[:, PRODUCTIVE], sums[:, DATA], sums[:, WAITING] = work, data, waited
     not_rows = left[INSIDE] - work - data - waited
-    sums[:, OTHER] = not_rows + np.where(ranks.over, 0, left[AFTER])
-    sums[:, IDLE] = np.where(ranks.over, left[AFTER], 0) + (end - ended)
+    # what is left of each part belongs to what others did meanwhile, as far as the rank waited for them
+    prepared = _for_others(sums, left[BEFORE], ranks.others[:, BEFORE], (RESTORE,))
+    waited = _for_others(sums, waited, ranks.others[:, INSIDE], OF_OTHERS)
+    after = _for_others(sums, left[AFTER], ranks.others[:, AFTER], OF_OTHERS)
+    sums[:, PREPARATION] = prepared
+    sums[:, PRODUCTIVE], sums[:, DATA], sums[:, WAITING] = work, data, waited
+    sums[:, OTHER] = not_rows + np.where(ranks.over, 0, after)
+    sums[:, IDLE] = np.where(ranks.over, after, 0) + (end - ended)
     _move_wasted(sums, attempt.wasted)
     return sums, _sum(twice + excess), _sum(np.where(known, 0, not_rows))
 
@@ -193,13 +151,25 @@ def _explicit_parts(ranks: RankMoments, sums: Int64, lengths: Sequence[Int64]) -
         explicit = ranks.explicit[:, part].copy()
         over = np.maximum(explicit.sum(axis=1) - length, 0)
         twice += over
-        for place in range(len(_EXPLICIT) - 1, -1, -1):  # what does not fit into the part
+        for place in range(len(EXPLICIT) - 1, -1, -1):  # what does not fit into the part
             cut = np.minimum(explicit[:, place], over)
             explicit[:, place] -= cut
             over -= cut
-        sums[:, _EXPLICIT] += explicit
+        sums[:, EXPLICIT] += explicit
         left.append(length - explicit.sum(axis=1))
     return left, twice
+
+
+def _for_others(sums: Int64, left: Int64, others: Int64, categories: Sequence[int]) -> Int64:
+    """
+    Move time of ranks `left` (R,) to `categories`, as far as other ranks did that meanwhile: `others` (R, 3).
+    Return what is left.
+    """
+    for category in categories:
+        moved = np.minimum(left, others[:, OF_OTHERS.index(category)])
+        sums[:, category] += moved
+        left = left - moved
+    return left
 
 
 def _in_rows(
@@ -210,8 +180,8 @@ def _in_rows(
     evaluations), cut to `room`; and what was cut. All are (R,).
     """
     explicit = ranks.explicit[:, INSIDE]
-    hang = np.minimum(explicit[:, _EXPLICIT.index(HANG)], took)
-    outside = np.minimum(explicit.sum(axis=1) - explicit[:, _EXPLICIT.index(HANG)], took)
+    hang = np.minimum(explicit[:, EXPLICIT.index(HANG)], took)
+    outside = np.minimum(explicit.sum(axis=1) - explicit[:, EXPLICIT.index(HANG)], took)
     work = took - data - waited
     work, data, waited, _ = _without(outside, work, data, waited)
     hung_waiting = np.minimum(hang, ranks.hung_ns[:, 0])

@@ -29,7 +29,9 @@ from traceml_ray.document.timezone import clocks
 from traceml_ray.signals.finding import Finding, OnSteps, key_of
 from traceml_ray.signals.goodput.answer import AttemptGoodput, Goodput, goodput, hours
 from traceml_ray.signals.goodput.attempts import Hang, Intervals, Lives, Sources, Totals
-from traceml_ray.signals.goodput.ledger import CATEGORIES
+from traceml_ray.signals.goodput.pieces import (
+    CATEGORIES,
+)
 from traceml_ray.signals.goodput.records import LIFE, LIFECYCLE
 from traceml_ray.signals.goodput.totals import TOTALS
 from traceml_ray.signals.throughput.judge import WorkHistory, time_left
