@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pickle
@@ -16,6 +17,7 @@ from traceml_ray import cli
 from traceml_ray.signals.collectives.dumps import DumpError, dump_files, parsed, read_dump, read_dumps
 from traceml_ray.signals.collectives.match import Mismatch, match
 from traceml_ray.signals.collectives.records import CallReport, CollectivesReport, GroupReport
+from traceml_ray.signals.collectives.reported import as_dump
 
 JOBS = Path(__file__).parents[1] / "data" / "collectives"
 """What torch 2.13 recorded of the jobs in `tests/collective_jobs.py`: four ranks, gloo."""
@@ -243,6 +245,53 @@ def test_a_wait_as_long_as_the_time_out_is_a_hang(capsys: pytest.CaptureFixture[
     """The time-out of the recorded jobs is a minute."""
     assert _run(capsys, _copied("missing", tmp_path, waited_s=50))[0] == 0
     assert _run(capsys, _copied("missing", tmp_path / "later", waited_s=70))[0] == 3
+
+
+def test_a_copy_is_newer_and_says_nothing_of_a_hang(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, shown, hint = _run(capsys, _copied("evaluates", tmp_path, waited_s=86_400))
+    assert (code, "Longest wait" in shown) == (0, False)
+    assert "--hang" in hint
+    code, shown, _ = _run(capsys, _copied("other_size", tmp_path, waited_s=86_400), "--json")
+    assert (code, json.loads(shown)["mismatch"]["waited_s"]) == (3, None)
+
+
+def test_dumps_of_reports_know_when_they_were_made(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    group = GroupReport("0", "default_pg", [(0, 2, 1)])
+    for rank in (0, 1):
+        op = ("all_reduce", "barrier")[rank]
+        call = CallReport(0, 1, False, op, [], [], [], [], False, 42 * SECOND, None)
+        report = CollectivesReport(100 * SECOND, "h", "recorder", [group], [call], True)
+        (tmp_path / f"rank_{rank}.json").write_bytes(as_dump(report))
+    assert "Longest wait until this was recorded: 42 s." in _run(capsys, tmp_path)[1]
+
+
+def test_files_in_gzip(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = _copied("other_size", tmp_path)
+    for file in dump_files([folder]):
+        (folder / f"{file.path.name}.gz").write_bytes(gzip.compress(file.path.read_bytes()))
+        file.path.unlink()
+    assert _run(capsys, folder)[0] == 3
+    (folder / "trace_rank_0.gz").write_bytes(gzip.compress(b"x" * 1000)[:20])
+    code, _, refused = _run(capsys, folder)
+    assert code == 3
+    assert "trace_rank_0.gz" in refused
+
+
+def test_other_files_of_a_folder_are_no_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = _copied("healthy", tmp_path)
+    for name in ("events.out.tfevents.1764263", "log.1", "core.77", "stdout_3.txt"):
+        (folder / name).write_bytes(b"Some other text")
+    (folder / "checkpoint-500").mkdir()
+    (folder / "checkpoint-500" / "weights.pt").write_bytes(b"PK")
+    assert _run(capsys, folder, "--hang")[0] == 0
+    (folder / "metrics_900.json").write_text("{}")
+    code, shown, refused = _run(capsys, folder, "--hang")
+    assert (code, "no record of a rank" in shown) == (2, False)
+    assert "metrics_900.json" in refused
 
 
 def test_a_rank_without_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

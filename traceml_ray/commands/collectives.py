@@ -96,7 +96,7 @@ def _of_session(folder: Path, arguments: argparse.Namespace) -> Examined | None:
 
 def _of_dumps(arguments: argparse.Namespace) -> Examined | None:
     from traceml_ray.signals.collectives.calls import CallTable
-    from traceml_ray.signals.collectives.dumps import DumpError, dump_files, read_dumps
+    from traceml_ray.signals.collectives.dumps import DumpError, dump_files, ranks_of_job, read_dumps
     from traceml_ray.signals.collectives.examined import examine
 
     refused = list[str]()
@@ -116,5 +116,10 @@ def _of_dumps(arguments: argparse.Namespace) -> Examined | None:
         ]:
             log(why)
         return None
-    world = arguments.world_size or max(file.rank for file in files) + 1
-    return examine(table, hang=arguments.hang or None, world=world, refused=refused)
+    world = arguments.world_size or ranks_of_job(files, table.ranks)
+    examined = examine(table, hang=arguments.hang or None, world=world, refused=refused)
+    if not examined.hang and examined.mismatch is not None and examined.mismatch.kind == "late":
+        log(
+            "whether the job hung is not in the files: --hang says so, then a rank that did not join is named"
+        )
+    return examined

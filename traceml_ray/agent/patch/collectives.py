@@ -385,6 +385,15 @@ def _named(op: str, group: Any) -> tuple[str, str | None]:
         return op, None
 
 
+def named_groups() -> dict[str, Any]:
+    """Return the process groups of this process by their names, see `group_name`: WORLD is one of them."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized():
+        return {}
+    groups = dict(dist.distributed_c10d._world.pg_names)  # without groups that this process is no member of
+    return {**{str(name): group for group, name in groups.items()}, WORLD: dist.group.WORLD}
+
+
 def group_name(group: Any) -> str:
     """Return torch's name of a process group, or WORLD for the group of all ranks."""
     import torch.distributed as dist

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from traceml_ray.agent.patch.call_log import CallLog
-from traceml_ray.agent.patch.collectives import WORLD
+from traceml_ray.agent.patch.collectives import named_groups
 from traceml_ray.agent.stacks import user_line
 from traceml_ray.errors import sendable
 from traceml_ray.signals.collectives.records import (
@@ -238,15 +238,12 @@ def _where(frames: Iterable[Mapping[str, Any]]) -> str | None:
 
 
 def _members() -> dict[str, list[int]]:
-    """Return the global ranks of each process group of this process, by torch's name of the group."""
-    world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    if world is None:
+    """Return the global ranks of each process group of this process, by the group's name."""
+    groups = named_groups()
+    if not groups:
         return {}
-    names = dict(world.pg_names)  # groups that this process is not a member of have none
-    groups = dict(world.pg_group_ranks).items()
-    members = {str(names[group]): sorted(ranks) for group, ranks in groups if group in names}
-    default = world.default_pg
-    return members if default not in names else {**members, WORLD: members[str(names[default])]}
+    ranks = dict(sys.modules["torch.distributed"].distributed_c10d._world.pg_group_ranks)
+    return {name: sorted(ranks[group]) for name, group in groups.items() if group in ranks}
 
 
 def ranges(ranks: Iterable[int]) -> list[tuple[int, int, int]]:

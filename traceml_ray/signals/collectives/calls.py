@@ -78,6 +78,11 @@ class RankCollectives(msgspec.Struct, frozen=True, kw_only=True):
     """How it ended, for a person: `exit code 1, ValueError`. Empty: not known."""
     taken_ns: int | None = None
     """When this was recorded (ns since the epoch, clock of the node). None: not known."""
+    written_ns: int | None = None
+    """
+    When the file of it was changed last (ns since the epoch): it was recorded then or earlier, because a copy
+    may have a newer date. None: it is from no file.
+    """
 
 
 Differs = Literal["operation", "size", "dtype"]

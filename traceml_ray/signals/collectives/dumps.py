@@ -13,7 +13,8 @@ import io
 import os
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -45,29 +46,62 @@ class DumpFile(NamedTuple):
     rank: int
     path: Path
 
+    @property
+    def stem(self) -> str:
+        """Name without numbers: the same for all ranks of a job."""
+        name = self.path.name
+        return _NUMBER.sub("", name if _RANK.search(name) else f"{self.path.parent.name}/{name}")
 
-_RANK = re.compile(r"(\d{1,9})(?:\.(?:json|pkl|pickle|pt|bin|dump|txt|fr))*$", re.ASCII)
+
+_NUMBER = re.compile(r"\d+", re.ASCII)
+_RANK = re.compile(r"(\d{1,9})(?:\.(?:json|pkl|pickle|pt|bin|dump|txt|fr|gz))*$", re.ASCII)
 
 
 def dump_files(paths: Iterable[Path]) -> list[DumpFile]:
     """
     Return the files that `paths` refer to, by rank. The rank is the number at the end of a file's name, as
-    torch writes it (`nccl_trace_rank_3`); of a file without one, that of its folder (`rank_3`).
+    torch writes it (`nccl_trace_rank_3`); of a file without one, that of its folder (`rank_3`). Files of a
+    folder that have other names, and do not begin like a dump, are left out.
 
     Raises DumpError if nothing is there, or if two files are of the same rank.
     """
     files: dict[int, Path] = {}
     for given in paths:
-        for path in _in(given):
-            rank = _rank_of(path)
-            if rank is None and path != given:
-                continue  # another file of the folder
-            if rank is None:
-                raise DumpError(f"{path}: its name does not end with the number of its rank")
+        for rank, path in _dumps_in(given):
             if rank in files and files[rank] != path:
                 raise DumpError(f"{path}: rank {rank} is also in {files[rank]}; give the dumps of one job")
             files[rank] = path
     return [DumpFile(rank, files[rank]) for rank in sorted(files)]
+
+
+def _dumps_in(given: Path) -> list[DumpFile]:
+    """Return the dumps in a folder, or the file itself. Raises DumpError."""
+    paths = [*_in(given)]
+    files = [DumpFile(rank, path) for path in paths if (rank := _rank_of(path)) is not None]
+    if paths == [given]:
+        if not files:
+            raise DumpError(f"{given}: its name does not end with the number of its rank")
+        return files
+    stems = {file.stem for file in files if _begins_like_a_dump(file.path)}
+    return [file for file in files if file.stem in stems] if stems else files
+
+
+_GZIP = b"\x1f\x8b"
+
+
+def _begins_like_a_dump(path: Path) -> bool:
+    try:
+        with open_file(path) as file:
+            return file.read(2).startswith((b"\x80", b"{", b"[", _GZIP))
+    except OSError:
+        return False
+
+
+def ranks_of_job(files: Iterable[DumpFile], read: Collection[int]) -> int:
+    """Return how many ranks a job has: from the largest rank with a name like those that were read."""
+    files = [*files]
+    stems = {file.stem for file in files if file.rank in read}
+    return max((file.rank for file in files if file.stem in stems), default=-1) + 1
 
 
 def _in(given: Path) -> Iterator[Path]:
@@ -118,12 +152,26 @@ def read_dump(path: Path, rank: int) -> RankCollectives:
 
 
 def _read(path: Path) -> tuple[bytes, int]:
-    """Return the contents of a file, and when it was written (ns since the epoch). Raises OSError."""
+    """Return the contents of a file, and when it was changed last (ns since the epoch). Raises OSError."""
     with open_file(path) as file:
         state = os.fstat(file.fileno())
         if state.st_size > MAX_BYTES:
             raise OSError(errno.EFBIG, f"larger than {MAX_BYTES:,} bytes", str(path))
-        return file.read(state.st_size), state.st_mtime_ns
+        return _unpacked(file.read(state.st_size), path), state.st_mtime_ns
+
+
+def _unpacked(data: bytes, path: Path) -> bytes:
+    """Return what gzip has packed; else the data. Raises OSError."""
+    if not data.startswith(_GZIP):
+        return data
+    packed = zlib.decompressobj(zlib.MAX_WBITS | 16)
+    try:
+        unpacked = packed.decompress(data, MAX_BYTES)
+    except zlib.error as error:
+        raise OSError(errno.EINVAL, f"damaged gzip: {error}", str(path)) from None
+    if packed.unconsumed_tail:
+        raise OSError(errno.EFBIG, f"larger than {MAX_BYTES:,} bytes", str(path))
+    return unpacked
 
 
 def parsed(data: bytes, rank: int, written_ns: int | None = None) -> RankCollectives:
@@ -133,7 +181,7 @@ def parsed(data: bytes, rank: int, written_ns: int | None = None) -> RankCollect
     Args:
         data: pickle or JSON.
         rank: the rank that wrote it.
-        written_ns: when it was written (ns since the epoch); None: not known.
+        written_ns: when its file was changed last (ns since the epoch); None: not known.
 
     Raises ValueError for data that are no dump.
     """
@@ -154,8 +202,14 @@ def parsed(data: bytes, rank: int, written_ns: int | None = None) -> RankCollect
         calls=calls,
         groups=reader.with_ranks(content.get("pg_config")),
         whole=first == 0 and len(entries) <= MAX_CALLS,
-        taken_ns=written_ns if written_ns is not None and written_ns >= newest else None,
+        taken_ns=_not_before(newest, _integer(content.get("taken_ns"))),
+        written_ns=_not_before(newest, written_ns),
     )
+
+
+def _not_before(newest_ns: int, t_ns: int | None) -> int | None:
+    """Return a time of recording. None: it is not known, or before the newest call."""
+    return t_ns if t_ns is not None and t_ns >= newest_ns else None
 
 
 # Plain data

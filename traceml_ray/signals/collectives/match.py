@@ -119,12 +119,28 @@ GIVEN_UP_S = 600.0
 """Time-out of a group whose own is not known: torch's default for NCCL (s)."""
 
 
+WATCHDOG_S = 120.0
+"""Time after the time-out of a collective up to which torch has left its files (s). Later ones are copies."""
+
+
 def timed_out(table: CallTable, all_waits: Sequence[Wait]) -> bool:
-    """Return whether a rank has waited for as long as torch lets it: the job hangs."""
+    """
+    Return whether a rank has waited for as long as torch lets it: the job hangs.
+
+    Where only the date of a file is known it must be the one at which torch's watchdog writes: a copy of a
+    file of a healthy job is newer by any time.
+    """
     for wait in all_waits:
+        limit_s = table.known[wait.group].timeout_s or GIVEN_UP_S
         waited = waited_s(table, wait.group, wait.seq, [wait.rank])
-        if waited is not None and waited >= (table.known[wait.group].timeout_s or GIVEN_UP_S):
+        if waited is not None and waited >= limit_s:
             return True
+        created_ns = table.groups[wait.group][wait.rank].created_ns[wait.position]
+        written_ns = table.ranks[wait.rank].written_ns
+        if waited is None and created_ns and written_ns is not None:
+            waited = (written_ns - created_ns) / 1e9
+            if limit_s <= waited <= limit_s + WATCHDOG_S:
+                return True
     return False
 
 

@@ -53,6 +53,7 @@ def as_dump(report: CollectivesReport) -> bytes:
     return msgspec.json.encode(
         {
             "version": "2.10",
+            "taken_ns": report.t_ns,
             "pg_config": {
                 group.name: {"name": group.name, "desc": group.description, **_members(_group(group))}
                 for group in report.groups

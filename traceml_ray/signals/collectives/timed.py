@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from traceml_ray.agent.marks import STARTED, SpanSums
-from traceml_ray.agent.patch.collectives import WORLD
+from traceml_ray.agent.patch.collectives import named_groups
 from traceml_ray.errors import Errors, sendable
 from traceml_ray.signals.collectives.records import CallTimes
 from traceml_ray.signals.collectives.sums import CallSums, Kindred
@@ -71,7 +71,7 @@ class CollectiveCalls(Collector):
     def _look_up(self, number: int) -> tuple[Kindred, bool]:
         op = self._spans.names[number].partition(" of ")[0]
         name = self._spans.groups[number] or ""
-        group = _group(name)
+        group = named_groups().get(name)
         size = timed = None
         description = ""
         if group is not None:
@@ -96,14 +96,3 @@ def _place() -> tuple[int | None, int]:
     dist: Any = sys.modules.get("torch.distributed")
     known = dist is not None and dist.is_initialized()
     return (int(dist.get_world_size()), int(dist.get_rank())) if known else (None, 0)
-
-
-def _group(name: str) -> Any:
-    """Return the process group of a name, see `agent.patch.collectives.group_name`. None: it is gone."""
-    dist: Any = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_initialized():
-        return None
-    if name == WORLD:
-        return dist.group.WORLD
-    groups = {str(known): group for group, known in [*dist.distributed_c10d._world.pg_names.items()]}
-    return groups.get(name)

@@ -64,8 +64,9 @@ def _is_alone(table: CallTable, wait: Wait) -> bool:
     """
     if wait.absent or table.known[wait.group].ranks is not None:
         return False
-    waited = waited_s(table, wait.group, wait.seq, [wait.rank])
-    if waited is None or waited < LEAST_S:
+    report, calls = table.ranks[wait.rank], table.groups[wait.group][wait.rank]
+    seen_ns, created_ns = report.taken_ns or report.written_ns, calls.created_ns[wait.position]
+    if not seen_ns or not created_ns or (seen_ns - created_ns) / 1e9 < LEAST_S:
         return False
     others = (calls for rank, calls in table.groups[wait.group].items() if rank != wait.rank)
     return len(table.ranks) > 1 and all(calls.index(wait.seq) is None for calls in others)
