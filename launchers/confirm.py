@@ -27,7 +27,7 @@ def confirming(
 ) -> Iterator[None]:
     """Have torchrun's agent confirm stragglers at each restart within the block, if the setting says so."""
     start: Any = getattr(LocalElasticAgent, "_start_workers", None)
-    if monitor is None or monitor.settings.confirm == "off" or start is None:
+    if monitor is None or monitor.settings.confirm != "restart" or start is None:
         yield
         return
     times = 0

@@ -141,10 +141,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Peak of one device in 10¹² FLOPs a second; default: its maker's figure, if known."""
     total_steps: Annotated[int | None, Bounds(1, 10**15), OF_RANKS] = None
     """Number of steps of the job."""
-    confirm: Annotated[Literal["off", "restart"], OF_LAUNCHERS] = "off"
+    confirm: Literal["off", "restart", "beside"] = "off"
     """
-    Whether a straggler is confirmed by a check of the nodes when torchrun restarts the ranks (`restart`). The
-    restart then takes longer, by about twice the seconds of the check.
+    Whether a straggler is confirmed by a check of the nodes: when torchrun restarts the ranks (`restart`),
+    which takes longer by about twice the seconds of the check; or while the job runs (`beside`), with what
+    can be measured without taking from the job.
     """
     gpu_hour_price: Annotated[float | None, Bounds(0.0001, 1e6)] = None
     """Price of an hour of one device, in any currency: then the goodput of a run also has its cost."""

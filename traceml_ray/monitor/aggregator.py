@@ -18,6 +18,7 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
 from traceml_ray.files import read_part
+from traceml_ray.monitor.beside_watch import BesideWatch
 from traceml_ray.monitor.bundling import Bundling
 from traceml_ray.monitor.ending import Endings
 from traceml_ray.monitor.finish import QUIET_S, failed
@@ -298,8 +299,7 @@ class AggregatorCore:
         gauges: Callable[[list[query.RayGauge]], object] | None = None,
     ) -> None:
         self.folder = SessionFolder(Path(folder))
-        self.settings = settings
-        self._clock, self._ticks = clock, ticks
+        self.settings, self._clock, self._ticks = settings, clock, ticks
         self._writer = SessionWriter(
             self.folder.sqlite, max_bytes=settings.session_bytes, thresholds=settings.thresholds,
             output_lines=settings.output_lines,
@@ -319,6 +319,7 @@ class AggregatorCore:
             self.commit,
         )  # fmt: skip
         self._layers = LayerRequests(self.errors, self._judge.running, lambda: ticks() / 1e9)
+        self._beside = BesideWatch(settings, self._judge.running, clock, self.errors)
         self._trackers = TrackerExchange()
         self._intake = RelayIntake(
             self._writer, recent, self._steps, signals, self._judge, self._bundling, self._profiling,
@@ -363,10 +364,10 @@ class AggregatorCore:
         is not accepted: an earlier message was lost and will be sent again. A malformed message is dropped
         and counted.
         """
-        incarnation, now = "", self._clock()
+        incarnation, node_id, now = "", "", self._clock()
         try:
             batch = codec.decode(data, wire.RelayBatch)
-            incarnation = batch.incarnation
+            incarnation, node_id = batch.incarnation, batch.node.node_id
             received = self._intake.decode(batch)
             with self._writer.lock:
                 if batch.batches:
@@ -380,6 +381,7 @@ class AggregatorCore:
             self.errors.swallow("ingest", error)
         stored = self._writer.committed.get(incarnation, 0)
         commands = [*self._judge.commands, *self._profiling.commands, *self._layers.commands]
+        commands += self._beside.commands(node_id)
         return codec.encode(
             wire.RelayReply(
                 codec.VERSION,
@@ -444,6 +446,7 @@ class AggregatorCore:
         self._bundling.write_due()
         self._profiling.tick()
         self._layers.tick()
+        self._beside.tick()
 
     def end(self, data: bytes) -> bytes:
         """

@@ -210,6 +210,11 @@ class RankIntake:
                 self.events.append(_process_ended(name, peer.pid, process))
             self._forget(name)
 
+    def pid_of(self, process_id: str) -> int | None:
+        """Return the pid of a rank process that has not ended. None: it is not known here."""
+        process = self._processes.get(process_id)
+        return None if process is None or process.final else process.pid
+
     def handle_commands(self, commands: list[wire.Command]) -> None:
         """Pass commands on to the ranks. Ranks that have fallen silent are inspected from outside."""
         self._commands = commands

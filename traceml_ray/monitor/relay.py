@@ -28,6 +28,7 @@ from traceml_ray.importers import v1
 from traceml_ray.monitor import private_folders
 from traceml_ray.monitor.bulk import TraceSender
 from traceml_ray.monitor.finish import ASK_S, DRAIN_S, SIGN_S, WORD_S, failed
+from traceml_ray.monitor.node_check import NodeCheck
 from traceml_ray.monitor.outbox import WAITING, AggregatorLink, Outbox, Transport
 from traceml_ray.monitor.output_files import OutputFiles
 from traceml_ray.monitor.private_folders import spooled
@@ -155,8 +156,7 @@ class RelayCore:
     ) -> None:
         self.incarnation = secrets.token_hex(8)
         self.stopped = False
-        self._node = node
-        self._sampler = sampler
+        self._node, self._sampler = node, sampler
         self._idle_ttl = settings.idle_ttl
         self._has_own_folder = spool == path.parent
         """
@@ -183,6 +183,7 @@ class RelayCore:
             self._lock,
             clock,
         )
+        self._check = NodeCheck(self._intake.pid_of, self._lock, wall)
         self._connections = RankConnections(path, wire.MAX_BATCH_BYTES, self._packet, self._intake.gone)
         self._spool = RelaySpool(spool, self._outbox, self._intake, self._errors, self._lock)
         self._link = AggregatorLink(transport, self._outbox, self._errors, self._replied, clock(), wall)
@@ -296,6 +297,7 @@ class RelayCore:
             remove([self._path])
             self._connections.close()
             self._files.close()
+            self._check.close()
             self._traces.close()
             if self._has_own_folder:
                 private_folders.remove_if_empty(self._path.parent)  # unless the folder holds rows
@@ -331,7 +333,7 @@ class RelayCore:
             self._errors.count("request: no room")
 
     def _replied(self, reply: wire.RelayReply) -> None:
-        self._intake.handle_commands(reply.commands)
+        self._intake.handle_commands(self._check.handle(reply.commands))
         self._intake.verdicts, self._intake.figures = reply.verdicts, reply.figures
 
     def _tick(self, now: float) -> bool:
@@ -360,7 +362,8 @@ class RelayCore:
         outbox, intake = self._outbox, self._intake
         content = outbox.waiting or outbox.drops_to_report or intake.lost or intake.events or intake.requests
         counted = sum(errors.total() for errors in self._counted())
-        return bool(content or self._files.waiting or counted != self._reported)
+        read = self._files.waiting or self._check.waiting
+        return bool(content or read or counted != self._reported)
 
     def _counted(self) -> list[Counter[str]]:
         return [
@@ -369,6 +372,7 @@ class RelayCore:
             self._connections.errors,
             self._outbox.lost,
             *self._files.errors,
+            self._check.errors,
             self._traces.errors,
         ]
 
@@ -378,6 +382,8 @@ class RelayCore:
     def _pack(self, sample: NodeSample | None) -> None:
         intake, counted = self._intake, self._counted()
         read = self._files.drain()
+        for name, records in self._check.drain().items():
+            read.setdefault(name, []).extend(records)
         intake.begin_round()
         self._reported = sum(errors.total() for errors in counted)
         lost, intake.lost = intake.lost[:_MOST], intake.lost[_MOST:]

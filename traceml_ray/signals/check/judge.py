@@ -76,9 +76,37 @@ LIMITS: dict[str, ProbeLimit] = {
     "disk_read": ProbeLimit("reading from disk", "read", "reads {} slower", 0.40, 0.08),
     "all_reduce": ProbeLimit("all-reduce of a pair", "all-reduce", "reduces {} slower", 0.25, 0.04),
     "all_gather": ProbeLimit("all-gather of a pair", "all-gather", "gathers {} slower", 0.25, 0.04),
+    "ready_time": ProbeLimit(
+        "CPU time that the ranks get",
+        "share of wanted CPU",
+        "gets {} less of the CPU time that it wants",
+        0.10,
+        0.02,
+    ),
+    "unstolen": ProbeLimit(
+        "CPU time that the hypervisor leaves",
+        "not stolen",
+        "gets {} less CPU time of the hypervisor",
+        0.10,
+        0.02,
+    ),
+    "idle_matmul": ProbeLimit(
+        "matrix multiplication, an idle core", "matmul", "multiplies {} slower", 0.10, 0.03
+    ),
+    "gpu_clock": ProbeLimit("clock of the GPU in use", "clock", "runs at a {} lower clock", 0.07, 0.015),
 }
-"""Limits by probe."""
-_CPU = "cpu_matmul", "core_matmul", "host_memory"
+"""Limits by probe. The last four measure beside a running job."""
+OF_JOB = "ready_time", "gpu_clock"
+"""
+Probes that depend on the job as well: a rank that computes more than others wants more than there is, and
+makes its GPU hotter. What is slow in them is named only if the state of the node says why.
+"""
+_CPU = "cpu_matmul", "core_matmul", "host_memory", "ready_time", "unstolen", "idle_matmul"
+_WHOLE_CPU = "cpu_matmul", "unstolen", "idle_matmul"
+_OTHERS_CORES = 0.1
+"""Share of the cores that processes of no rank must have kept busy to explain a difference."""
+_BY_JOB = "sw_power_cap"
+"""Reason for a lower clock that a heavier load explains as well."""
 
 What = Literal["node", "device", "cores", "disk", "link"]
 
@@ -160,6 +188,8 @@ class CheckResult(msgspec.Struct, kw_only=True):
     """Sentences: what could not be measured."""
     nodes: int = 0
     seconds: float | None = None
+    kind: str = ""
+    """`Checked.kind` of the checks. "": they are of several kinds."""
     ranks: dict[str, list[int]] = {}
     """Global ranks of each node with a slow part, in the order of their local ranks, if there is a job."""
 
@@ -186,6 +216,10 @@ def judged(checks: Sequence[Checked], alpha: float = ALPHA) -> CheckResult:
         levels += rows
         unsure += sentences
     state_of = {check.node: check.state for check in checks}
+    kinds = {check.kind for check in checks}
+    for row in levels:
+        if row.state == "slow" and row.probe in OF_JOB:
+            unsure += _without_cause(row, {check.node: check for check in checks}[row.node])
     alone = [row for row in levels if row.state == "no peers"]
     slow = _parts(levels, state_of, {check.node: check for check in checks})
     return CheckResult(
@@ -196,6 +230,7 @@ def judged(checks: Sequence[Checked], alpha: float = ALPHA) -> CheckResult:
         errors=_bounded([_error(check, error, len(checks)) for check in checks for error in check.errors]),
         nodes=len({check.node for check in checks}),
         seconds=max((check.seconds for check in checks if check.seconds is not None), default=None),
+        kind=kinds.pop() if len(kinds) == 1 else "",
     )
 
 
@@ -274,7 +309,7 @@ def _row(check: Checked, measure: Measure, trials: Trials) -> Level:
         subject=measure.subject,
         probe=measure.probe,
         unit=measure.unit,
-        rank=check.rank,
+        rank=check.rank if measure.rank is None else measure.rank,
         device=measure.device,
         value=math.exp(trials.level) if known else None,
         spread=math.expm1(trials.spread) if known else None,
@@ -340,7 +375,7 @@ def _parts(
     """Return the slow parts of nodes. Several probes, or groups of cores, of one part are one."""
     by_node = defaultdict[tuple[str, int | None], list[Level]](list)
     for row in levels:
-        by_node[row.node, row.rank].append(row)
+        by_node[row.node, None if row.probe == "ready_time" else row.rank].append(row)
     parts = list[Slow]()
     for (node, _), rows in by_node.items():
         slow = [row for row in rows if row.state == "slow"]
@@ -356,7 +391,10 @@ def _part(row: Level, rows: Sequence[Level]) -> tuple[What, str]:
     """Return the part of the node that a slow row belongs to."""
     alike = [other for other in rows if other.probe == row.probe]
     if row.probe in _CPU:
-        whole = [other for other in rows if other.probe == "cpu_matmul" and other.state == "slow"]
+        whole = [other for other in rows if other.probe in _WHOLE_CPU and other.state == "slow"]
+        if row.probe == "ready_time":
+            all_slow = all(other.state == "slow" for other in alike)
+            return ("node", "CPU") if all_slow else ("cores", row.subject)
         if whole or (len(alike) > 1 and all(other.state == "slow" for other in alike)):
             return "node", "CPU"
         return ("cores", row.subject) if row.probe == "core_matmul" else ("node", row.subject)
@@ -373,13 +411,19 @@ def _slow(part: tuple[What, str], rows: Sequence[Level], state: MachineState, se
             also[row.probe] = max(row.lower, also.get(row.probe, 0.0))
     cause, advice = _cause(what, worst, state, seconds)
     one = Slow(
-        what=what, nodes=[worst.node], part=name, rank=worst.rank, device=worst.device, probe=worst.probe,
+        what=what, nodes=[worst.node], part=name, rank=_rank(rows), device=worst.device, probe=worst.probe,
         lower=worst.lower, value=worst.value, usual=worst.usual, unit=worst.unit, peers=worst.peers,
         confidence="medium" if worst.peers < 2 and not cause else "high", also=also, cause=cause,
     )  # fmt: skip
     one.why = " ".join(filter(None, [_sentence(one, worst), _further(also), cause]))
     one.next = advice or _NEXT[what]
     return one
+
+
+def _rank(rows: Sequence[Level]) -> int | None:
+    """Return the rank whose part is slow. None: it is not that of one rank."""
+    ranks = {row.rank for row in rows}
+    return ranks.pop() if len(ranks) == 1 else None
 
 
 _NEXT: dict[What, str] = {
@@ -392,9 +436,13 @@ _NEXT: dict[What, str] = {
 
 
 def rate(value: float | None, unit: str) -> str:
-    """Return a value of a probe: "612 TFLOP/s", "24.1 GB/s"."""
+    """Return a value of a probe: "612 TFLOP/s", "24.1 GB/s", "60 %", "1,980 MHz"."""
     if value is None:
         return text.NA
+    if unit == "share":
+        return text.share(value)
+    if unit == "Hz":
+        return text.unit(value / 1e6, "MHz", 0)
     return text.size(value, "/s") if unit == "B/s" else f"{text.flops(value).removesuffix('s')}/s"
 
 
@@ -417,7 +465,7 @@ def _further(also: Mapping[str, float]) -> str:
 def _cause(what: What, row: Level, state: MachineState, seconds: float | None) -> tuple[str, str]:
     """Return what the state of the node says about why a part is slow, and what to do; "": nothing."""
     if what == "device":
-        return _cause_of_device(row.device, state)
+        return _cause_of_device(row.device, state, row.probe)
     if row.probe not in _CPU:
         return "", ""
     if state.quota_cores is not None and _withheld(state, seconds):
@@ -426,15 +474,39 @@ def _cause(what: What, row: Level, state: MachineState, seconds: float | None) -
     if (state.steal or 0) > _STEAL:
         cause = f"The hypervisor gave {text.share(state.steal)} of its CPU time to other machines."
         return cause, "Move the job to a machine that it does not share."
+    if row.probe == "ready_time" and (state.others_cores or 0) > _OTHERS_CORES * (state.cores or 1):
+        cause = f"Processes of no rank kept {text.number(state.others_cores, 1)} of {_cores(state)} busy."
+        return cause, "Look at what else runs on the node."
+    if row.probe == "ready_time":
+        return "", ""
     if state.cpu_mhz and state.cpu_max_mhz and 1 - state.cpu_mhz / state.cpu_max_mhz > _CLOCK:
         clock = f"Its cores ran at {text.number(state.cpu_mhz)} of {text.number(state.cpu_max_mhz)} MHz"
         return f"{clock} (governor: {state.governor or text.NA}).", ""
     return "", ""
 
 
-def _cause_of_device(device: int | None, state: MachineState) -> tuple[str, str]:
+def _without_cause(row: Level, check: Checked) -> list[str]:
+    """Make a slow row unsure if its node's state does not say why. Return the sentence that says so."""
+    what: What = "node" if row.device is None else "device"
+    if _cause(what, row, check.state, check.seconds)[0]:
+        return []
+    job = (
+        "its processes may want more than it has"
+        if row.device is None
+        else "a heavier load explains it as well"
+    )
+    row.state, row.why = (
+        "unsure",
+        f"{text.share(row.lower)} below its peers, but nothing on the node says why: {job}.",
+    )
+    return [f"{_begun(LIMITS[row.probe].about)}, {row.subject} of {row.node}: {row.why}"]
+
+
+def _cause_of_device(device: int | None, state: MachineState, probe: str) -> tuple[str, str]:
     gpu = next((gpu for gpu in state.gpus or () if gpu.index == device), None)
     reasons = set(gpu.throttle or ()) if gpu else set[str]()
+    if probe in OF_JOB:
+        reasons.discard(_BY_JOB)
     if gpu is None or not reasons & (_HOT | _POWER | _HARDWARE):
         return "", ""
     clock = ""

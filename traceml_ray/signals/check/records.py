@@ -12,6 +12,8 @@ from traceml_ray.wire.codec import FEW, Count, Int64, Part
 
 MOST_CHECKS = 8
 """Largest number of checks that are kept of each rank process."""
+BESIDE = "beside"
+"""`Checked.kind` of the checks that are made beside a running job. It is also the name of the command."""
 _Text = Annotated[str, msgspec.Meta(max_length=256)]
 _Short = Annotated[str, msgspec.Meta(max_length=64)]
 
@@ -20,11 +22,11 @@ class Measure(Part, frozen=True):
     """The trials of one probe on one subject: a device, a group of cores, a disk or a link."""
 
     probe: _Short
-    """Name of the probe, one of `probes.PROBES` or `pairs.OPERATIONS`."""
+    """Name of the probe, one of `judge.LIMITS`."""
     subject: _Text
     """What was measured, within its node: "GPU 3", "cores 0-7", "CPU", "/data"."""
     unit: _Short
-    """Unit of `values`: "FLOP/s" or "B/s". A higher value is better."""
+    """Unit of `values`: "FLOP/s", "B/s", "Hz" or "share" (0..1). A higher value is better."""
     values: Annotated[list[float], FEW]
     """One value for each trial, in order of time."""
     like: _Text = ""
@@ -38,6 +40,8 @@ class Measure(Part, frozen=True):
     """Index of the GPU in its node (NVML's order)."""
     note: _Text = ""
     """What a reader must know of how it was measured."""
+    rank: Count | None = None
+    """Global rank that was measured, if the other measures of the check are not of this rank alone."""
 
 
 class MachineState(Part, frozen=True):
@@ -60,7 +64,9 @@ class MachineState(Part, frozen=True):
     governor: _Short | None = None
     """Governor of the clock of the CPU: "performance", "powersave"."""
     gpus: Annotated[list[GpuSample], FEW] | None = None
-    """Each GPU while it multiplied, as NVML reports it."""
+    """Each GPU while it multiplied, or while the job used it, as NVML reports it."""
+    others_cores: float | None = None
+    """Number of cores that processes which belong to no rank kept busy, beside a job."""
 
 
 class Checked(Part, frozen=True):
@@ -84,6 +90,8 @@ class Checked(Part, frozen=True):
     """Number of the check in its process."""
     kind: Annotated[str, msgspec.Meta(max_length=16)] = "check"
     """When it was made: `check` (before training), `restart` or `beside` (confirms a verdict)."""
+    about: Count | None = None
+    """Rank of the straggler that it is to confirm, beside a job."""
 
 
 CHECKS = Kind(

@@ -24,12 +24,18 @@ _TIMES = 8
 
 
 class CpuTime:
-    """What a CPU quota has withheld from this process."""
+    """
+    What a CPU quota has withheld from a process.
 
-    def __init__(self, root: Path = Path("/")) -> None:
+    Args:
+        root: the folder that contains `proc` and `sys`.
+        process: "self", or a pid.
+    """
+
+    def __init__(self, root: Path = Path("/"), process: str = "self") -> None:
         self._files: list[Path] = []
         with contextlib.suppress(OSError, ValueError):
-            self._files = quota_files(root)
+            self._files = quota_files(root, process)
 
     def withheld_ns(self) -> int:
         """Return the CPU time that quotas have withheld so far, in ns."""
@@ -73,10 +79,11 @@ class StateWatch:
         root: the folder that contains `proc` and `sys`.
         cores: cores that the process may use.
         nvml: the NVML binding. None: `pynvml` is imported when GPUs are sampled.
+        process: the process whose CPU quota counts: "self", or a pid.
     """
 
-    def __init__(self, root: Path, cores: Sequence[int], nvml: Any = None) -> None:
-        self.cpu_time = CpuTime(root)
+    def __init__(self, root: Path, cores: Sequence[int], nvml: Any = None, process: str = "self") -> None:
+        self.cpu_time = CpuTime(root, process)
         self._root, self._cores, self._nvml = root, cores, nvml
         self.restart()
 
@@ -93,14 +100,28 @@ class StateWatch:
         if known:
             self._clocks.append(sum(known) / len(known))
 
-    def sample_gpu(self, index: int, name: str) -> None:
-        """Sample a GPU, by NVML's index. It should be busy."""
+    def gpus(self) -> dict[int, str]:
+        """Return the names of the GPUs, by NVML's index. Empty without NVML."""
+        with contextlib.suppress(Exception):  # no GPU, no driver or no library
+            nvml = self._started()
+            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+            names = [nvml.nvmlDeviceGetName(handle) for handle in handles]
+            return {
+                index: name.decode() if isinstance(name, bytes) else name for index, name in enumerate(names)
+            }
+        return {}
+
+    def sample_gpu(self, index: int, name: str) -> GpuSample | None:
+        """Sample a GPU, by NVML's index. It should be busy. None: it cannot be sampled."""
         with contextlib.suppress(Exception):  # a machine without NVML has no states of GPUs
             handle = self._started().nvmlDeviceGetHandleByIndex(index)
             known: dict[str, Any] = {"util_pct": None, "mem_used_bytes": None, "mem_total_bytes": None}
             for question in (*QUESTIONS.values(), *LIMITS.values()):
                 known |= self._answer(question, handle)
-            self._samples[index].append(GpuSample(index=index, name=name, **known))
+            sample = GpuSample(index=index, name=name, **known)
+            self._samples[index].append(sample)
+            return sample
+        return None
 
     def nvml_index(self, uuid: str) -> int | None:
         """Return NVML's index of the GPU with a UUID (torch's, without prefix). None if it is not known."""

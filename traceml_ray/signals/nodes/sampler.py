@@ -385,13 +385,13 @@ class NodeSampler:
         self.errors[NOT_MEASURED + what] = len(devices)
 
 
-def quota_files(root: Path) -> list[Path]:
+def quota_files(root: Path, process: str = "self") -> list[Path]:
     """
-    Return the files in which the kernel counts time withheld by CPU quotas: of this process's cgroup and its
-    ancestors.
+    Return the files in which the kernel counts time withheld by CPU quotas: of a process's cgroup and its
+    ancestors. `process`: "self", or a pid.
     """
     files_here = []
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    for line in (root / "proc" / process / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue

@@ -1,0 +1,149 @@
+"""
+Checks a node beside its running job when the aggregator asks for it: in a process of its own, with the lowest
+priority and within a time limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from traceml_ray.signals.check.beside import MOST_S, BesidePlan
+from traceml_ray.signals.check.nodes import environment
+from traceml_ray.signals.check.records import BESIDE, MOST_CHECKS, Checked
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.codec import Part, ready
+
+_MOST_START_S = 120.0
+"""A check that is to begin later than this was ordered by a clock that cannot be trusted."""
+_SPARE_S = 5.0
+_NICE = 19
+
+
+class NodeCheck:
+    """
+    Makes the checks, one at a time. `drain` and `handle` are called with the relay's lock held.
+
+    Args:
+        pid: returns the pid of a rank process that reports from this node, by name; with the lock held.
+        lock: the relay's.
+        wall: the node's clock, ns since the epoch.
+        run: makes a check: returns the output of its process. Raises OSError or `subprocess` errors.
+    """
+
+    def __init__(
+        self,
+        pid: Callable[[str], int | None],
+        lock: threading.RLock,
+        wall: Callable[[], int] = time.time_ns,
+        run: Callable[[BesidePlan, float], bytes] | None = None,
+    ) -> None:
+        self.errors: Counter[str] = Counter()
+        self._pid, self._lock, self._wall = pid, lock, wall
+        self._run = run or self._in_process
+        self._obeyed = set[object]()
+        self._made: dict[str, list[Part]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._busy = self._closed = False
+
+    def handle(self, commands: Sequence[wire.Command]) -> list[wire.Command]:
+        """Begin the check that a command asks for. Return the other commands, which are for ranks."""
+        for command in commands:
+            if command.name == BESIDE and command.args.get("id") not in self._obeyed:
+                self._obeyed.add(command.args.get("id"))
+                self._begin(command.args)
+        return [command for command in commands if command.name != BESIDE]
+
+    def _begin(self, args: Mapping[str, object]) -> None:
+        begin_ns, about, processes = args.get("begin_ns"), args.get("rank"), args.get("processes")
+        if not (isinstance(begin_ns, int) and isinstance(about, int) and isinstance(processes, str)):
+            self.errors["check beside the job: malformed"] += 1
+            return
+        named = [word.partition(":") for word in processes.split()]
+        pids = {
+            int(rank): pid
+            for rank, _, name in named
+            if rank.isdigit() and (pid := self._pid(name)) is not None
+        }
+        ahead_s = (begin_ns - self._wall()) / 1e9
+        if self._busy or self._closed or not pids or not 0 < ahead_s < _MOST_START_S:
+            self.errors["check beside the job: cannot"] += 1
+            return
+        self._busy = True
+        owner = next(name for rank, _, name in named if rank.isdigit() and int(rank) in pids)
+        plan = BesidePlan(begin_ns, about, pids, number=MOST_CHECKS - 1)
+        most_s = ahead_s + plan.trials * plan.period_s + MOST_S + _SPARE_S
+        threading.Thread(
+            target=self._check, args=(plan, owner, most_s), name="traceml-beside", daemon=True
+        ).start()
+
+    def _check(self, plan: BesidePlan, owner: str, most_s: float) -> None:
+        try:
+            checked = msgspec.json.decode(self._run(plan, most_s), type=ready(Checked))
+            with self._lock:
+                self._made.setdefault(owner, []).append(checked)
+        except Exception as error:  # a check that fails is a check less
+            ended = isinstance(error, subprocess.CalledProcessError)
+            why = f"exit code {error.returncode}" if ended else type(error).__name__  # type: ignore[attr-defined]
+            with self._lock:
+                self.errors[f"check beside the job: {why}"] += not self._closed
+        finally:
+            with self._lock:
+                self._busy = False
+
+    def _in_process(self, plan: BesidePlan, most_s: float) -> bytes:
+        """Run the process. It inherits the priority of this thread, which has no other task."""
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "traceml_ray.signals.check.beside"],
+            cwd="/",  # the user's folder may hold files named like modules
+            env=environment(os.environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        with self._lock:
+            self._process = process
+            if self._closed:
+                _kill(process)
+        try:
+            output, _ = process.communicate(msgspec.json.encode(plan), timeout=most_s)
+        finally:
+            _kill(process)
+            with self._lock:
+                self._process = None
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, "check")
+        return output
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a check has not been drained yet."""
+        return bool(self._made)
+
+    def drain(self) -> dict[str, list[Part]]:
+        """Return new checks by the rank process that they are stored with."""
+        made, self._made = self._made, {}
+        return made
+
+    def close(self) -> None:
+        """End the process."""
+        self._closed = True
+        if self._process is not None:
+            _kill(self._process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and what it has started."""
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)

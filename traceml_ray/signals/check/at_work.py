@@ -1,0 +1,75 @@
+"""Judges a check beside a running job: what can be compared, and what was not measured. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from traceml_ray.signals.check.judge import CheckResult, in_order, judged
+from traceml_ray.signals.check.records import BESIDE, Checked
+
+_TOGETHER_NS = 10_000_000_000
+"""Checks of one moment begin within this time, in ns: clocks of nodes may differ."""
+
+
+def newest_set(checks: Sequence[Checked]) -> list[Checked]:
+    """Return the checks of the newest moment that were made beside a job."""
+    beside = [check for check in checks if check.kind == BESIDE]
+    if not beside:
+        return []
+    newest = max(beside, key=lambda check: check.t_ns)
+    return [
+        check for check in beside if newest.t_ns - check.t_ns <= _TOGETHER_NS and check.about == newest.about
+    ]
+
+
+def judged_beside(checks: Sequence[Checked], node: str | None) -> CheckResult:
+    """
+    Return what checks of one moment say.
+
+    Args:
+        checks: one of each node.
+        node: the straggler's node. None: not known.
+    """
+    if not checks:
+        return CheckResult()
+    ordered = sorted(checks, key=lambda check: (check.node != node, check.node))
+    machines = dict[str, Checked]()
+    for check in ordered:  # nodes of one machine would measure each other
+        machines.setdefault(check.host or check.node, check)
+    result = judged([*machines.values()])
+    result.notes = [*result.notes, *_not_measured(ordered)]
+    if len(machines) == 1:
+        for row in result.levels:
+            row.state = "no peers" if row.state == "alike" else row.state
+        result.unsure = [f"There is no other machine that {ordered[0].node} can be compared with."]
+        result.levels = in_order(result.levels)
+    return result
+
+
+def _not_measured(checks: Sequence[Checked]) -> Iterator[str]:
+    """Yield sentences about what was not measured because a job runs."""
+    if any(measure.probe == "gpu_clock" for check in checks for measure in check.measures):
+        yield "The GPUs are in use: only their clocks and reasons for throttling were compared."
+    yield "Memory, disk and network were not measured, because the job uses them."
+
+
+def together(full: CheckResult, beside: CheckResult) -> CheckResult:
+    """Return what a check before the job and one beside it say together. Either may be empty."""
+    if not beside.levels and not beside.errors:
+        return full
+    if not full.levels and not full.errors:
+        return beside
+    known = {(tuple(one.nodes), one.part) for one in beside.slow}
+    slow = [*beside.slow, *(one for one in full.slow if (tuple(one.nodes), one.part) not in known)]
+    return msgspec.structs.replace(
+        full,
+        kind="",
+        slow=sorted(slow, key=lambda one: -one.lower),
+        levels=in_order([*full.levels, *beside.levels]),
+        unsure=[*full.unsure, *beside.unsure],
+        notes=[*dict.fromkeys([*full.notes, *beside.notes])],
+        errors=[*full.errors, *beside.errors],
+        nodes=max(full.nodes, beside.nodes),
+    )
