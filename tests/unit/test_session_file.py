@@ -17,7 +17,7 @@ from traceml_ray.signals.memory.records import MemorySample
 from traceml_ray.signals.nodes.records import GpuSample, NodeSample
 from traceml_ray.stages import FLAG_EXCLUDED, SEGMENT_BITS
 from traceml_ray.store.retention import Retention
-from traceml_ray.store.schema import SessionFileError, connect, on_network_filesystem
+from traceml_ray.store.schema import SessionFileError, connect, on_network_filesystem, write
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.store.writer import SessionWriter
 from traceml_ray.wire import codec
@@ -346,3 +346,15 @@ def test_long_tables_can_be_read_in_slices(tmp_path: Path) -> None:
         assert [(id, s.t_ns) for id, s in session.node_samples(["node-0", "node-9"], 2)] == [
             ("node-0", 4), ("node-0", 5),
         ]  # fmt: skip
+
+
+def test_rows_are_written_as_they_are_in_any_number_and_with_any_values_left_out(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "rows.sqlite")
+    connection.execute("CREATE TABLE some(id, a, b, c, d)")
+    rows = [
+        (n, None, b"" if n % 7 else bytes([n % 256]), None if n % 3 else b"x", "text" if n % 2 else 1.5)
+        for n in range(700)
+    ]
+    for part in (rows[:1], rows[1:500], [], rows[500:]):
+        write(connection, "INSERT INTO some VALUES ?", part)
+    assert connection.execute("SELECT * FROM some ORDER BY id").fetchall() == rows
