@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
-from traceml_ray.agent.activity import OPEN_NS, RUNS, Activity
+from traceml_ray.agent.activity import MIN_BYTES, OPEN_NS, RUNS, Activity, ThreadLook, has_moved
 
 
 class Ticks:
@@ -89,6 +91,51 @@ def test_thread_that_sleeps_between_its_work_is_found_by_how_often_it_slept() ->
         while naps < before + 3 * RUNS:
             time.sleep(0.01)
         looks(activity, clock, owner, 1, 20.5)
+    assert activity.still_s == 0.0
+
+
+def test_thread_that_computes_without_python_is_not_still() -> None:
+    """One call that lasts holds the same instruction, and gives up no core by itself."""
+
+    def hash_bytes(over: threading.Event) -> None:
+        while not over.is_set():
+            hashlib.pbkdf2_hmac("sha256", b"x", b"y", 3_000_000)
+
+    activity = Activity()
+    with thread(hash_bytes) as owner:
+        for _ in range(200):
+            activity.look(owner, int(20e9))
+            if (activity.still_s or 20.0) < 10.0:
+                break
+            time.sleep(0.02)
+    assert (activity.still_s or 20.0) < 10.0
+
+
+@pytest.mark.parametrize(
+    ("changed", "moved"),
+    [
+        ({}, False),
+        ({"stack": ((1, 3),)}, True),
+        ({"switches": 10 + RUNS - 1, "core_ns": 9_000_000, "started_s": 1.02, "started_bytes": 400}, False),
+        ({"core_ns": 150_000_000}, True),
+        ({"core_ns": None}, False),
+        ({"started_s": 1.3}, True),
+        ({"started_s": 0.0, "started_bytes": 0}, False),
+        ({"started_bytes": MIN_BYTES}, True),
+    ],
+)
+def test_what_counts_as_work(changed: dict[str, Any], moved: bool) -> None:
+    before = ThreadLook(t_s=100.0, stack=((1, 2),), switches=10, core_ns=0, started_s=1.0, started_bytes=0)
+    assert has_moved(before, before._replace(t_s=100.5, **changed)) == moved
+
+
+def test_thread_in_a_debugger_is_not_still() -> None:
+    space: dict[str, Any] = {}
+    exec(compile("def read(over):\n    over.wait(60)\n", "/usr/lib/python3.11/pdb.py", "exec"), space)
+    clock = Ticks()
+    activity = Activity(clock)
+    with thread(space["read"]) as owner:
+        looks(activity, clock, owner, 4, 20.0)
     assert activity.still_s == 0.0
 
 

@@ -67,6 +67,29 @@ def test_rank_whose_thread_moves_is_busy_and_does_not_hang(snapshot: Snapshot) -
     assert after is not None and after.label == "hang", "a loop that never ends moves, too"
 
 
+def receives(rank: int, peer: int | None, call: str = "recv") -> RankPosition:
+    return place(rank, FORWARD, where="pass_on (train.py:70)", call=call, peer=peer, pending_s=20.0)
+
+
+def test_ranks_that_receive_from_each_other_are_a_circle(snapshot: Snapshot) -> None:
+    ring = [receives(rank, (rank - 1) % 4) for rank in range(4)]
+    verdict = find(ring, QUIET_S)
+    assert verdict is not None and (verdict.label, verdict.ranks) == ("hang", (0, 1, 2, 3))
+    snapshot("verdict", f"{verdict.why}\n{verdict.next}")
+    assert named(receives(0, 1), receives(1, 0), place(2))[1] == (0, 1)
+    assert named(receives(0, 1), receives(1, 2), receives(2, 1), place(3))[1] == (1, 2)
+
+
+def test_rank_that_receives_from_one_that_waits_elsewhere_is_named_with_it(snapshot: Snapshot) -> None:
+    others = [waits(rank, call="all_reduce", pending_s=20.0) for rank in (0, 2, 3)]
+    assert named(receives(1, 0), *others)[:2] == ("hang", (1,))
+    snapshot("verdict", why(receives(1, 0), *others))
+    pair = receives(0, 1), receives(1, 0, "send")
+    assert "for each other" not in why(*pair), "one sends what the other receives: that is no circle"
+    busy = place(0, FORWARD, still_s=0.1)
+    assert named(busy, receives(1, 0), receives(2, 1))[:2] == ("stalled", (0,)), "a slow first stage"
+
+
 def test_rank_waited_for_in_a_barrier_is_busy_and_those_in_it_are_not(snapshot: Snapshot) -> None:
     others = [place(rank, POST_SYNC, span="barrier", span_s=20.0) for rank in (1, 2)]
     saving = place(0, POST_SYNC, span="checkpoint")

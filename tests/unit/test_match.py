@@ -114,6 +114,25 @@ def test_another_size_and_another_type() -> None:
         assert _named(match(job.ranks())) == (kind, (2,), 1)
 
 
+def test_another_root_is_named_in_a_hang() -> None:
+    """Rank 3 waits for rank 1, which has already left the call. Nothing in the calls differs."""
+    job = Job(4)
+    job.call(range(4), "scatter", line=20)
+    job.call([1, 2], line=21)
+    calls = {rank: list(report.calls) for rank, report in enumerate(job.ranks())}
+    for rank in (0, 3):
+        calls[rank][0] = msgspec.structs.replace(calls[rank][0], done=False)
+    changed: dict[str, Any] = {
+        "rank0": {"calls": calls[0], "call": "scatter", "peer": 0},
+        "rank3": {"calls": calls[3], "call": "scatter", "peer": 1},
+    }
+    mismatch = match(job.ranks(**changed), hang=True)
+    assert _named(mismatch) == ("root", (3,), 1)
+    assert mismatch is not None and "rank 3 calls scatter with root 1 at train (train.py:20)" in mismatch.why
+    changed["rank3"]["peer"] = 0
+    assert _named(match(job.ranks(**changed), hang=True))[0] == "missing", "the same root"
+
+
 def test_equal_numbers_of_elements_match() -> None:
     job = Job(2)
     job.call([0], in_sizes=((4, 2),))

@@ -64,6 +64,19 @@ def test_torch_distributed_call_is_separated_from_the_code_of_the_caller(where: 
     assert (event.data["where"], event.data["call"]) == ("main (train.py:2)", None)
 
 
+def test_rank_that_a_call_names_is_reported() -> None:
+    library = (
+        "def recv(x, src=None, group=None, group_src=None):\n    wait()\n"
+        "def reduce(x, dst=None, group=None, group_dst=None):\n    wait()\n"
+    )
+    for call, expected in {"recv(1, 3)": 3, "recv(1)": None, "reduce(1, group_dst=2)": 2}.items():
+        with stuck(f"def main():\n    src = 7\n    {call}\n", library=library) as owner:
+            event = stacks.event(owner, OPEN, "h1")
+        assert (event.data["call"], event.data["peer"]) == (call.partition("(")[0], expected)
+    with stuck("def main():\n    src = 7\n    wait()\n") as owner:
+        assert stacks.event(owner, OPEN, "h1").data["peer"] is None, "a variable of the user"
+
+
 COLLECTING = """
 import gc, threading, time
 from traceml_ray.agent import stacks

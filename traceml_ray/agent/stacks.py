@@ -13,9 +13,10 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
@@ -38,7 +39,8 @@ def event(owner: int | None, opened: wire.OpenStage, dump: str) -> wire.Event:
     Return the event `stacks`: the stacks of all threads as text, the thread `owner` first.
 
     `data` has `dump` (the id of the request), `where` the training thread is in the user's code (`evaluate
-    (train.py:88)`), and, if it waits in torch.distributed, the `call` in which it waits.
+    (train.py:88)`), and, if it waits in torch.distributed, the `call` in which it waits, and the `peer`: the
+    rank that it sends to or receives from, or the root of the collective.
     """
     frames = current_frames()
     frames.pop(threading.get_ident(), None)
@@ -52,7 +54,7 @@ def event(owner: int | None, opened: wire.OpenStage, dump: str) -> wire.Event:
     data: dict[str, codec.Value] = {"dump": dump}
     if owner in frames:
         where, call = place(frames[owner])
-        data.update(where=where, call=call)
+        data.update(where=where, call=call, peer=peer(frames[owner]))
     text = "\n".join(parts)
     return wire.Event("stacks", time.time_ns(), opened.step, opened.stage, _bounded(text), data)
 
@@ -95,6 +97,45 @@ def place(frame: FrameType) -> tuple[str | None, str | None]:
         if _COLLECTIVES in code.co_filename and code.co_name not in _WRAPPERS:
             call = code.co_name
     return None, call
+
+
+def peer(frame: FrameType) -> int | None:
+    """
+    Return the global rank that a stack's call of torch.distributed names: the one that it sends to or
+    receives from, or the root of the collective. None: it names none.
+    """
+    named = None
+    for one in _inner_first(frame):
+        if not _is_library(one.f_code.co_filename):
+            break
+        if _COLLECTIVES in one.f_code.co_filename and _NAMES_PEER.intersection(one.f_code.co_varnames):
+            named = _named_peer(one.f_locals)
+    return named
+
+
+_NAMES_PEER = {"src", "dst"}
+
+
+def _named_peer(arguments: Mapping[str, Any]) -> int | None:
+    for name in ("src", "dst"):
+        rank, rank_in_group = arguments.get(name), arguments.get(f"group_{name}")
+        if isinstance(rank, int):
+            return rank
+        if isinstance(rank_in_group, int):
+            return _global_rank(arguments.get("group"), rank_in_group)
+    return None
+
+
+def _global_rank(group: Any, rank: int) -> int | None:
+    """Return the global rank of a rank of a group. None: it is not known."""
+    if group is None:
+        return rank
+    world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    try:
+        members = dict(world.pg_group_ranks[group])
+        return next(int(one) for one, number in members.items() if number == rank)
+    except Exception:  # the group is gone, or its torch keeps no ranks
+        return None
 
 
 def user_line(frames: Iterable[tuple[str, str, int]]) -> str | None:

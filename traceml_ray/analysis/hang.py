@@ -46,8 +46,9 @@ class RankPosition:
     `elapsed_s` is the time since the rank entered `stage`. `span` is the open span inside the stage, entered
     `span_s` ago. `silent_s` is the time for which its agent has not answered although its process exists;
     `state` is then the process's state in the kernel. If the agent answers, it adds `where` the rank is in
-    the user's code, the `call` of torch.distributed it is in, its whole `stack`, and the time `still_s` since
-    its training thread was last found to do something.
+    the user's code, the `call` of torch.distributed it is in, the `peer` that this call names (the rank that
+    it sends to or receives from, or the root), its whole `stack`, and the time `still_s` since its training
+    thread was last found to do something.
     """
 
     rank: int
@@ -67,6 +68,7 @@ class RankPosition:
     pending_seq: int | None = None
     pending_s: float = 0.0
     still_s: float | None = None
+    peer: int | None = None
 
     @property
     def waits(self) -> bool:
@@ -97,6 +99,16 @@ class RankPosition:
         """Step and stage of the rank: how far it has come."""
         return self.step, self.stage
 
+    @property
+    def sends(self) -> bool:
+        """Whether the rank waits for its peer to receive."""
+        return (self.call or "").startswith("send")
+
+    @property
+    def awaits(self) -> int | None:
+        """The rank that it waits for in a send or receive. None: it is in none, or from any rank."""
+        return self.peer if (self.call or "").startswith(("send", "recv")) else None
+
 
 def find(places: Sequence[RankPosition], quiet_s: float) -> Verdict | None:
     """
@@ -123,7 +135,7 @@ def find(places: Sequence[RankPosition], quiet_s: float) -> Verdict | None:
         stage=stage,
         stages=(stage,) if stage else (),
         rank=first.rank if first else None,
-        ranks=tuple(place.rank for place in blocking),
+        ranks=tuple(sorted(place.rank for place in blocking)),
         node=first.node if first else None,
         nodes=tuple(dict.fromkeys(place.node for place in blocking)),
         confidence="high" if len(blocking) == 1 else "medium" if blocking else "low",
@@ -207,6 +219,8 @@ def _blocking(places: Sequence[RankPosition], answering: Sequence[RankPosition])
     working = [place for place in answering if not place.waits]
     if silent:
         return silent
+    if circle := _circle(answering):
+        return circle
     if working:
         least = min(place.key for place in working)
         return [place for place in working if place.key == least]
@@ -220,6 +234,27 @@ def _blocking(places: Sequence[RankPosition], answering: Sequence[RankPosition])
     return [place for place in places if place.ended] if not more else []
 
 
+def _circle(answering: Sequence[RankPosition]) -> list[RankPosition]:
+    """Return ranks of which each waits for a send or receive of the next one, from the lowest rank on."""
+    by_rank = {place.rank: place for place in answering}
+    for start in sorted(by_rank):
+        path = [by_rank[start]]
+        while (place := by_rank.get(_awaited(path[-1]))) is not None and place not in path:
+            path.append(place)
+        if place is path[0] and len(path) > 1 and len({one.sends for one in path}) == 1:
+            return path
+    return []
+
+
+def _is_circle(blocking: Sequence[RankPosition]) -> bool:
+    following = [*blocking[1:], *blocking[:1]]
+    return len(blocking) > 1 and all(a.awaits == b.rank for a, b in zip(blocking, following, strict=True))
+
+
+def _awaited(place: RankPosition) -> int:
+    return -1 if place.awaits is None else place.awaits
+
+
 def _why(
     blocking: Sequence[RankPosition], others: Sequence[RankPosition], answering: Sequence[RankPosition]
 ) -> str:
@@ -228,6 +263,10 @@ def _why(
             waits = [f"{text.ranks([place.rank])} {_doing(place)}" for place in answering[:8]]
             return f"The ranks wait for different things: {text.listed(waits)}."
         return f"Every rank {_doing(answering[0])}: the exchange itself does not complete."
+    if _is_circle(blocking):
+        waits = [f"{text.ranks([place.rank])} {_doing(place)}" for place in blocking[:8]]
+        more = f"; and so on, {len(blocking):,} ranks" if len(blocking) > len(waits) else ""
+        return f"Ranks wait for each other: {'; '.join(waits)}{more}."
     first = blocking[0]
     nodes = text.listed(list(dict.fromkeys(place.node for place in blocking)))
     who = f"{text.ranks([place.rank for place in blocking])} ({nodes})"
@@ -255,7 +294,16 @@ def _position(place: RankPosition) -> str:
 
 def _doing(place: RankPosition) -> str:
     where = f", {place.where}" if place.where else ""
-    return f"waits in {f'`{place.collective}`' if place.collective else 'the gradient exchange'}{where}"
+    peer = "" if place.peer is None or not place.call else f" {_PEER.get(place.call, 'of')} rank {place.peer}"
+    return f"waits in {f'`{place.collective}`{peer}' if place.collective else 'the gradient exchange'}{where}"
+
+
+_PEER = {
+    **dict.fromkeys(("recv", "recv_object_list", "scatter", "scatter_object_list"), "from"),
+    **dict.fromkeys(("broadcast", "broadcast_object_list"), "from"),
+    **dict.fromkeys(("send", "send_object_list", "gather", "gather_object", "reduce"), "to"),
+}
+"""Call of torch.distributed → how it stands to the rank that it names."""
 
 
 def _others(others: Sequence[RankPosition]) -> str:
@@ -280,6 +328,8 @@ def _next(blocking: Sequence[RankPosition], stalled: bool) -> str:
     if not blocking:
         return "Look at the network between the nodes, and whether every rank takes part in every collective."
     who = text.ranks([place.rank for place in blocking])
+    if _is_circle(blocking):
+        return "Let some of these ranks send before they receive, or give both to `batch_isend_irecv`."
     if blocking[0].ended:
         return f"Give every rank the same number of steps: {who} had fewer."
     if blocking[0].silent_s is not None:

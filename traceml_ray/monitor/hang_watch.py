@@ -186,6 +186,7 @@ class HangWatch:
                     state=data.get("state"),
                     where=data.get("where"),
                     call=data.get("call"),
+                    peer=data.get("peer"),
                     stack=answer.message if answer else "",
                     pending=pending,
                     pending_seq=number,
@@ -212,7 +213,7 @@ class HangWatch:
             answer = hang.answers.get(process.id)
             if process.final or (answer is not None and not process.ended and "state" not in answer.data):
                 data = answer.data if answer is not None and not process.ended else {}
-                place = data.get("where"), data.get("call")
+                place = data.get("where"), data.get("call"), data.get("peer")
                 ended_ns = process.last_seen_ns if process.final else None
                 asked.append(AnsweringRank(rank, process.id, *place, ended_ns))
         return asked

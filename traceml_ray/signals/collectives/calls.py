@@ -72,6 +72,8 @@ class RankCollectives(msgspec.Struct, frozen=True, kw_only=True):
     """Where in the user's code the rank is now: `evaluate (train.py:88)`. None: not known."""
     call: str | None = None
     """Function of torch.distributed that the rank waits in now. None: in none, or not known."""
+    peer: int | None = None
+    """Rank that this function names: the root, or the other side of a send or receive. None: not known."""
     ended: bool = False
     """Whether the process has ended."""
     ending: str = ""

@@ -135,6 +135,7 @@ _HEADLINES = {
     "operation": "another operation",
     "size": "another size",
     "dtype": "another type",
+    "root": "another root",
     "order": "another order of two groups",
     "circle": "ranks wait for each other",
     "missing": "did not join",

@@ -26,6 +26,8 @@ class AnsweringRank:
     """Where in the user's code it is. None: not known."""
     call: str | None
     """Function of torch.distributed that it waits in. None: in none, or not known."""
+    peer: int | None
+    """Rank that this function names. None: none, or not known."""
     ended_ns: int | None
     """Time at which its process sent its last batch, in ns. None: it has not."""
 
@@ -93,6 +95,7 @@ class CollectiveReports:
                 one.rank,
                 where=one.where,
                 call=one.call,
+                peer=one.peer,
                 ended=one.ended_ns is not None and one.ended_ns <= reported_ns,
             )
 

@@ -24,12 +24,21 @@ from traceml_ray.signals.collectives.differences import (
     shift,
     sides,
 )
-from traceml_ray.signals.collectives.waiting import Wait, deadlocked, shortest_circle, waited_s, waits
+from traceml_ray.signals.collectives.waiting import (
+    RootedWait,
+    Wait,
+    deadlocked,
+    roots_of_a_call,
+    shortest_circle,
+    waited_s,
+    waits,
+)
 
 Kind = Literal[
     "operation",
     "size",
     "dtype",
+    "root",
     "order",
     "circle",
     "missing",
@@ -38,7 +47,7 @@ Kind = Literal[
     "no_answer",
     "all_wait",
 ]
-PROVEN: frozenset[Kind] = frozenset({"operation", "size", "dtype", "order", "circle"})
+PROVEN: frozenset[Kind] = frozenset({"operation", "size", "dtype", "root", "order", "circle"})
 """Kinds that the calls alone prove, also before the first step. A rank that has ended proves `missing`."""
 ABSENT: frozenset[Kind] = frozenset({"missing", "behind"})
 """Kinds of a rank that did not join in a job that hangs."""
@@ -52,10 +61,10 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     """
     What does not match. `operation`, `size`, `dtype`: ranks call something else under the same number.
-    `order`: ranks call the collectives of two groups in a different order. `circle`: ranks wait for each
-    other over several groups. `missing`: ranks did not join. `behind`: they skipped a call, or made one more.
-    `late`: they have not joined yet. `no_answer`: nothing is known of them. `all_wait`: all have joined, and
-    it does not complete.
+    `root`: they name different roots. `order`: ranks call the collectives of two groups in a different order.
+    `circle`: ranks wait for each other over several groups. `missing`: ranks did not join. `behind`: they
+    skipped a call, or made one more. `late`: they have not joined yet. `no_answer`: nothing is known of them.
+    `all_wait`: all have joined, and it does not complete.
     """
     group: str
     """Name of the process group in torch."""
@@ -112,6 +121,9 @@ def match_table(table: CallTable, *, hang: bool | None = False, world: int | Non
     if inside:
         return _as_circle(table, inside)
     hang = timed_out(table, all_waits) if hang is None else hang
+    roots = roots_of_a_call(table, all_waits) if hang else None
+    if roots is not None:
+        return _as_roots(table, roots)
     return _absent(table, all_waits, hang, world)
 
 
@@ -218,6 +230,33 @@ def _shifted(
     if shifted.skipped > 0:
         return f"{who} skipped {what}: {call}."
     return f"{who} made {what} more than the others: {call}."
+
+
+# Different roots of the same call
+
+
+def _as_roots(table: CallTable, waiting: Sequence[RootedWait]) -> Mismatch:
+    roots = {one.wait.rank: one.root for one in waiting}
+    agreed = {root for root in roots.values() if roots.get(root) == root}
+    wrong = [one for one in waiting if one.root not in agreed] if len(agreed) == 1 else []
+    named = tuple(one.wait.rank for one in wrong or waiting)
+    rest = tuple(rank for rank in roots if rank not in named)
+    first = (wrong or waiting)[0]
+    group, seq = first.wait.group, first.wait.seq
+    op, place = _op_and_place(table, first.wait)
+    other = next((one for one in waiting if one.root != first.root), first)
+    parts = [
+        f"rank {one.wait.rank} calls {_in(f'{op} with root {one.root}', _op_and_place(table, one.wait)[1])}"
+        for one in [*wrong, *(one for one in waiting if one not in wrong)][:8]
+    ]
+    return Mismatch(
+        kind="root", group=table.known[group].name, desc=table.text_of(group), seq=seq, op=op, ranks=named,
+        instead=f"{op} with root {first.root}", where=place, others=rest,
+        others_where=_op_and_place(table, other.wait)[1],
+        waited_s=waited_s(table, group, seq, [*roots]), proven=True, confidence="high" if wrong else "medium",
+        why=f"Call {seq:,} of {table.text_of(group)} has different roots: {'; '.join(parts)}.",
+        next="All ranks have to name the same root: look at what `src` or `dst` depends on.",
+    )  # fmt: skip
 
 
 # Ranks that wait for each other

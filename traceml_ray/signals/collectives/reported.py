@@ -18,6 +18,7 @@ def collectives_of(
     *,
     where: str | None = None,
     call: str | None = None,
+    peer: int | None = None,
     ended: bool = False,
     ending: str = "",
 ) -> RankCollectives:
@@ -29,6 +30,7 @@ def collectives_of(
         rank: its global rank.
         where: where in the user's code it is now.
         call: function of torch.distributed that it waits in now.
+        peer: rank that this function names.
         ended: whether its process has ended.
         ending: how it ended, for a person.
     """
@@ -39,6 +41,7 @@ def collectives_of(
         whole=report is not None and report.whole,
         where=where,
         call=call,
+        peer=peer,
         ended=ended,
         ending=ending,
         taken_ns=report.t_ns if report else None,

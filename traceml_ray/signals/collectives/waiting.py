@@ -72,6 +72,28 @@ def _is_alone(table: CallTable, wait: Wait) -> bool:
     return len(table.ranks) > 1 and all(calls.index(wait.seq) is None for calls in others)
 
 
+class RootedWait(NamedTuple):
+    """A call with a root that a rank waits in."""
+
+    wait: Wait
+    root: int
+    """Global rank that it names as the root."""
+
+
+_ROOTED = ("broadcast", "scatter", "gather", "reduce")
+
+
+def roots_of_a_call(table: CallTable, all_waits: Iterable[Wait]) -> list[RootedWait] | None:
+    """Return ranks that wait in the same call, and name different roots. None: there are none."""
+    alike: dict[_Call, list[RootedWait]] = {}
+    for wait in all_waits:
+        report, calls = table.ranks[wait.rank], table.groups[wait.group][wait.rank]
+        op = table.signature(calls, wait.position).op
+        if report.peer is not None and op in _ROOTED and report.call == op:
+            alike.setdefault((wait.group, wait.seq), []).append(RootedWait(wait, report.peer))
+    return next((same for same in alike.values() if len({one.root for one in same}) > 1), None)
+
+
 def waited_s(table: CallTable, group: str, seq: int, ranks: Iterable[int]) -> float | None:
     """Return the longest time that a rank had waited in a call when it was recorded (s). None: not known."""
     waited = list[float]()
