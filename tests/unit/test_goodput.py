@@ -18,9 +18,10 @@ from traceml_ray.analysis.step_totals import _grouped
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.reports.answers import Answers
 from traceml_ray.settings import Settings
-from traceml_ray.signals.goodput.answer import Goodput
+from traceml_ray.signals.goodput.answer import Goodput, start_names
 from traceml_ray.signals.goodput.records import LifeInterval, OpenInterval
 from traceml_ray.signals.goodput.view import GetGoodput, GoodputView
+from traceml_ray.signals.throughput.records import StepWork
 from traceml_ray.stages import POST_SYNC, SYNC_WAIT
 from traceml_ray.store import query
 from traceml_ray.wire import messages as wire
@@ -309,6 +310,74 @@ def test_a_hang_that_was_resolved_is_no_waiting(tmp_path: Path) -> None:
     assert "hang" in {one.what for one in answer.timeline}
 
 
+def priced(folder: Path, device: str) -> Goodput:
+    """A run of 36 s of 4 ranks, in a session with a price of 100 an hour."""
+    busy = Lived(folder)
+    busy.folder.rename(folder.with_suffix(".other"))
+    busy.folder.mkdir()
+    settings = Settings(thresholds=LIMITS, auto_profile=0, gpu_hour_price=100)
+    busy.aggregator = AggregatorCore(busy.folder, settings, {}, busy.clock, busy.clock)
+    of_rank = busy.of_rank
+    work = [StepWork(0, 0, 0, 0, device=device)]
+    busy.of_rank = lambda number: {**of_rank(number), "work": work}  # type: ignore[method-assign]
+    busy.start()
+    busy.step_on(30)
+    answer = both(busy)
+    busy.end()  # writes the report
+    return answer
+
+
+def test_the_cost_is_the_price_of_all_gpu_hours(tmp_path: Path) -> None:
+    answer = priced(tmp_path / "demo", "NVIDIA H100")
+    assert answer.price == 100
+    assert answer.cost == pytest.approx(100 * 4 * 36 / 3600)
+    report = (tmp_path / "demo" / "report.txt").read_text()
+    assert "Cost       4 at 100 an hour of a GPU" in report
+    assert "GPU-minutes" in report
+
+
+def test_ranks_without_a_gpu_cost_nothing_by_the_hour_of_a_gpu(tmp_path: Path) -> None:
+    assert priced(tmp_path / "demo", "cpu").cost is None
+    assert "the ranks have none" in (tmp_path / "demo" / "report.txt").read_text()
+
+
+def test_a_long_timeline_has_no_holes_and_is_not_too_long(tmp_path: Path) -> None:
+    busy = Lived(tmp_path / "demo", world=2)
+    busy.start()
+    for _ in range(60):
+        busy.step_on(2)
+        for what in ("checkpoint_save", "evaluation"):
+            busy.clock.tick(4)
+            busy.interval(what, 3, (0, 1))
+    answer = both(busy)
+    ends = [(one.from_ns, one.to_ns) for one in answer.timeline]
+    assert [since for since, _ in ends[1:]] == [to for _, to in ends[:-1]]
+    assert (ends[0][0], ends[-1][1]) == (answer.from_ns, answer.to_ns)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("traceml_ray.signals.goodput.answer.MOST_STRETCHES", 20)
+        fewer = both(busy).timeline
+    assert len(fewer) <= 21
+    assert [one.from_ns for one in fewer[1:]] == [one.to_ns for one in fewer[:-1]]
+    assert "evaluation" in {one.what for one in fewer}
+
+
+def test_short_evaluations_that_were_joined_are_not_drawn_as_a_long_one(tmp_path: Path) -> None:
+    busy = Lived(tmp_path / "demo", world=2)
+    busy.start()
+    busy.step_on(30)
+    end = busy.clock()
+    short = LifeInterval(1, "evaluation", end - 20 * SECOND, end, 2 * SECOND, 10)
+    busy.intervals = {0: [short], 1: [short]}
+    busy.play(0)
+    answer = both(busy)
+    assert answer.seconds["evaluation"] == 2 * 2
+    assert "evaluation" not in {one.what for one in answer.timeline}
+
+
+def test_a_start_has_the_number_that_the_launcher_gave_it() -> None:
+    assert start_names([0, 1, 1, 2]) == ["0", "1", "1, start 2", "2"]
+
+
 @pytest.mark.long
 def test_rows_that_were_compacted_still_count(tmp_path: Path) -> None:
     busy = Lived(tmp_path / "first")
@@ -349,7 +418,7 @@ def test_the_report_draws_one_bar_that_adds_up_and_a_timeline(tmp_path: Path) ->
         ends = [x + width for x, width in places]
         assert ends[-1] == pytest.approx(1000, abs=0.5)
         assert [x for x, _ in places[1:]] == pytest.approx(ends[:-1], abs=0.2)
-    assert "<title>recovery between attempts: 8 s, attempt 1</title>" in drawn
+    assert "<title>recovery between attempts: 8 s, attempt 0</title>" in drawn
     assert "steps that were repeated" in (busy.folder / "report.txt").read_text()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from traceml_ray.signals.goodput.attempts import Sources, Started, started
 from traceml_ray.signals.goodput.ledger import Balance, balance
 from traceml_ray.signals.goodput.pieces import (
     CATEGORIES,
-    HANG,
+    EXPLICIT,
     IDLE,
     OTHER,
     PREPARATION,
@@ -22,6 +23,8 @@ from traceml_ray.signals.goodput.pieces import (
     RECOVERY,
     STARTUP,
     WASTED,
+    merged,
+    minus,
 )
 
 MOST_RANKS, MOST_STRETCHES, _DRAWN_RANKS = 64, 400, 256
@@ -29,8 +32,11 @@ MOST_RANKS, MOST_STRETCHES, _DRAWN_RANKS = 64, 400, 256
 Largest numbers of ranks and of stretches in an answer; number of ranks (the lowest) whose intervals the
 timeline shows.
 """
-_SHORT = 1e-3
-"""Stretches shorter than this share of the run are left out if there are too many."""
+
+_UNITS, _FROM = (("hours", 3600), ("minutes", 60), ("seconds", 1)), 2
+"""Units of time with their lengths in s, and how many of one a run must have to be shown in it."""
+CPU = "cpu"
+"""Device of ranks without a GPU."""
 
 
 class AttemptGoodput(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,8 +140,8 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cost(self) -> float | None:
-        """Price of all of the time. None: the price is not given."""
-        return None if self.price is None else self.price * self.rank_hours
+        """Price of all of the time. None: the price is not given, or the ranks have no GPU."""
+        return None if self.price is None or self.device == CPU else self.price * self.rank_hours
 
     @property
     def badput_s(self) -> float | None:
@@ -151,17 +157,15 @@ def goodput(sources: Sources, **known: Any) -> Goodput:
     attempts = started(sources)
     if not attempts:
         return Goodput(why={"steps": "no rank has reported when it was started"}, **known)
-    balances = []
-    for index, one in enumerate(attempts):
-        until = attempts[index + 1].attempt.begin_ns if index + 1 < len(attempts) else None
-        balances.append(balance(one.attempt, until))
+    balances = [balance(one.attempt, one.next_ns) for one in attempts]
     total = [sum(one.total[place] for one in balances) for place in range(len(CATEGORIES))]
     rank_ns = sum(one.rank_ns for one in balances)
     reasons = [_reasons(one, sums) for one, sums in zip(attempts, balances, strict=True)]
+    names = start_names([one.number for one in attempts])
     why = {
-        name: f"attempt {number}: {reason}"
-        for number, of_attempt in enumerate(reasons, 1)
-        for name, reason in of_attempt.items()
+        name: f"attempt {of_attempt}: {reason}" if len(attempts) > 1 else reason
+        for of_attempt, known_not in zip(names, reasons, strict=True)
+        for name, reason in known_not.items()
     }
     seconds = _seconds(total, {*why} if _all_unknown(attempts, balances) else {*why} - {"productive"})
     return Goodput(
@@ -209,15 +213,13 @@ def _seconds(total: Sequence[int], unknown: set[str]) -> dict[str, float | None]
 def _attempts(
     attempts: Sequence[Started], balances: Sequence[Balance], reasons: Sequence[dict[str, str]]
 ) -> Iterator[AttemptGoodput]:
-    following = [*attempts[1:], None]
-    for one, next_one, sums, why in zip(attempts, following, balances, reasons, strict=True):
-        gap = None if next_one is None else (next_one.attempt.begin_ns - one.attempt.end_ns) / 1e9
+    for one, sums, why in zip(attempts, balances, reasons, strict=True):
         yield AttemptGoodput(
             attempt=one.number,
             ranks=one.attempt.world,
             from_ns=one.attempt.begin_ns,
             to_ns=one.attempt.end_ns,
-            recovery_s=gap,
+            recovery_s=None if one.gap_ns is None else one.gap_ns / 1e9,
             steps=one.steps,
             repeated_from=one.repeated_from,
             repeated_steps=one.repeated_steps,
@@ -231,12 +233,10 @@ def _by_rank(attempts: Sequence[Started], balances: Sequence[Balance]) -> list[R
     """Return the ranks with the least productive share, over all attempts."""
     every = np.unique(np.concatenate([one.attempt.ranks.ranks for one in attempts]))
     sums: Int64 = np.zeros((len(every), len(CATEGORIES)), np.int64)
-    following = [*attempts[1:], None]
-    for one, next_one, part in zip(attempts, following, balances, strict=True):
+    for one, part in zip(attempts, balances, strict=True):
         places = np.searchsorted(every, one.attempt.ranks.ranks)
         sums[places] += part.by_rank
-        if next_one is not None:
-            sums[places, RECOVERY] += next_one.attempt.begin_ns - one.attempt.end_ns
+        sums[places, RECOVERY] += one.gap_ns or 0
     lengths = sums.sum(axis=1)
     share = sums[:, PRODUCTIVE] / np.maximum(lengths, 1)
     return [
@@ -252,15 +252,14 @@ def _by_rank(attempts: Sequence[Started], balances: Sequence[Balance]) -> list[R
 def _timeline(attempts: Sequence[Started]) -> list[Stretch]:
     """Return what most ranks did over the run, in order of time."""
     stretches: list[Stretch] = []
-    following = [*attempts[1:], None]
-    for index, (one, next_one) in enumerate(zip(attempts, following, strict=True)):
+    for index, one in enumerate(attempts):
         over = _overlaid(one)
         for what, begin, end in _phases(one):
             for category, since, to in _cut(what, begin, end, over):
                 stretches.append(Stretch(attempt=index, what=CATEGORIES[category], from_ns=since, to_ns=to))
-        if next_one is not None and next_one.attempt.begin_ns > one.attempt.end_ns:
-            gap = one.attempt.end_ns, next_one.attempt.begin_ns
-            stretches.append(Stretch(attempt=index, what="recovery", from_ns=gap[0], to_ns=gap[1]))
+        if one.next_ns is not None and one.gap_ns:
+            since, to = one.attempt.end_ns, one.next_ns
+            stretches.append(Stretch(attempt=index, what="recovery", from_ns=since, to_ns=to))
     return _fewer(stretches)
 
 
@@ -276,7 +275,7 @@ def _phases(one: Started) -> Iterator[tuple[int, int, int]]:
     first = int(np.clip(np.median(ranks.first_row_ns[stepped]), attached, end))
     yield PREPARATION, attached, first
     newest = np.maximum(ranks.last_row_ns, ranks.first_row_ns + np.maximum(ranks.took_ns, 0))[stepped]
-    last = end if one.running else int(np.clip(np.median(newest), first, end))
+    last = int(np.clip(np.median(newest), first, end))
     again = one.repeated_from
     known = PRODUCTIVE if len(one.columns) else OTHER
     if again is None or not one.attempt.wasted:
@@ -288,60 +287,67 @@ def _phases(one: Started) -> Iterator[tuple[int, int, int]]:
     yield (IDLE if ranks.over.all() else OTHER), last, end
 
 
-def _overlaid(one: Started) -> list[tuple[int, int, int]]:
-    """Return the intervals of the lowest ranks, those of one category joined where they overlap."""
-    by_category: dict[int, list[tuple[int, int]]] = {}
+def _overlaid(one: Started) -> list[tuple[int, list[tuple[int, int]]]]:
+    """
+    Return when the lowest ranks were in intervals of each category. Of several short ones that were joined:
+    if they fill most of the time.
+    """
+    spans: dict[int, list[tuple[int, int]]] = {}
     for rank in sorted(one.pieces)[:_DRAWN_RANKS]:
         for piece in one.pieces[rank]:
-            by_category.setdefault(piece.category, []).append((piece.began_ns, piece.ended_ns))
-    joined = []
-    for category, spans in by_category.items():
-        spans.sort()
-        begin, end = spans[0]
-        for since, to in spans[1:]:
-            if since > end:
-                joined.append((category, begin, end))
-                begin, end = since, to
-            end = max(end, to)
-        joined.append((category, begin, end))
-    return sorted(joined, key=lambda span: (span[0] == HANG, span[1]))
+            if not piece.joined or 2 * piece.busy_ns >= piece.ended_ns - piece.began_ns:
+                spans.setdefault(piece.category, []).append((piece.began_ns, piece.ended_ns))
+    return [(category, merged(spans[category])) for category in EXPLICIT if category in spans]
 
 
-def _cut(what: int, begin: int, end: int, over: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+def _cut(
+    what: int, begin: int, end: int, over: Sequence[tuple[int, list[tuple[int, int]]]]
+) -> list[tuple[int, int, int]]:
     """Return a phase divided by the intervals that lie over it: category, begin, end, in order of time."""
-    free, parts = [(begin, end)], []
-    for category, since, to in over:
-        left = []
-        for low, high in free:
-            low_in, high_in = max(low, since), min(high, to)
-            if low_in >= high_in:
-                left.append((low, high))
-                continue
-            parts.append((category, low_in, high_in))
-            left += [(low, low_in), (high_in, high)]
-        free = [(low, high) for low, high in left if high > low]
-    parts += [(what, low, high) for low, high in free if high > low]
+    free = [(begin, end)] if end > begin else []
+    parts = []
+    for category, spans in over:
+        left = minus(free, spans)
+        parts += [(category, *span) for span in minus(free, left)]
+        free = left
+    parts += [(what, *span) for span in free]
     return sorted(parts, key=lambda part: part[1])
 
 
 def _fewer(stretches: list[Stretch]) -> list[Stretch]:
-    """Return stretches without the shortest ones if there are too many. Equal neighbours are joined."""
-    if len(stretches) > MOST_STRETCHES:
-        length = stretches[-1].to_ns - stretches[0].from_ns
-        stretches = [one for one in stretches if one.to_ns - one.from_ns >= _SHORT * length]
+    """
+    Return stretches without the shortest ones if there are too many: the one before a short one lasts longer.
+    Equal neighbours are joined.
+    """
+    shortest_first = np.argsort([one.to_ns - one.from_ns for one in stretches], kind="stable")
+    long = {*shortest_first[-MOST_STRETCHES:].tolist()}
     joined: list[Stretch] = []
-    for one in stretches:
-        if joined and (joined[-1].what, joined[-1].attempt) == (one.what, one.attempt):
+    for place, one in enumerate(stretches):
+        if joined and (place not in long or (joined[-1].what, joined[-1].attempt) == (one.what, one.attempt)):
             joined[-1] = msgspec.structs.replace(joined[-1], to_ns=one.to_ns)
         else:
             joined.append(one)
     return joined
 
 
-def hours(seconds: float | None, device: str | None) -> str:
-    """Return rank-seconds as hours of devices: "12 GPU-hours", "0.4 rank-hours"."""
-    unit = "rank-hours" if device in (None, "cpu") else "GPU-hours"
+def amount(seconds: float | None, answer: Goodput) -> str:
+    """
+    Return rank-seconds in a unit that suits the whole run: "12 GPU-hours", "4.2 GPU-minutes", "0.4
+    rank-hours".
+    """
+    unit, length = next(one for one in _UNITS if answer.rank_s >= _FROM * one[1] or one[1] == 1)
+    of_rank = "rank" if answer.device in (None, CPU) else "GPU"
     if seconds is None:
-        return f"{text.NA} {unit}"
-    amount = seconds / 3600
-    return f"{text.number(amount) if amount >= 1 or not amount else text.number(amount, 3)} {unit}"
+        return f"{text.NA} {of_rank}-{unit}"
+    value = seconds / length
+    return f"{text.number(value) if value >= 1 or not value else text.number(value, 3)} {of_rank}-{unit}"
+
+
+def start_names(numbers: Sequence[int]) -> list[str]:
+    """Return a name of each attempt by its launcher's number: "2", and "2, start 3" if it started again."""
+    count: Counter[int] = Counter()
+    names = []
+    for number in numbers:
+        count[number] += 1
+        names.append(f"{number}, start {count[number]}" if count[number] > 1 else str(number))
+    return names

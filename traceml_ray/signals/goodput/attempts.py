@@ -157,7 +157,8 @@ class Started(NamedTuple):
     attempt: Attempt
     number: int
     """Number of the launcher's attempt. Several starts may have the same."""
-    running: bool
+    next_ns: int | None
+    """When the processes of the next attempt were started (ns). None: it is the last."""
     columns: Int64
     """
     (C, 3): steps of all ranks in columns, see `StepTotals`, without intervals. Empty: its steps are not
@@ -173,6 +174,11 @@ class Started(NamedTuple):
     repeated_steps: int = 0
     why: str = ""
     """Why it is not known which of its steps were repeated; "": it is known."""
+
+    @property
+    def gap_ns(self) -> int | None:
+        """Time from its end to the start of the next attempt's processes, in ns. None: it is the last."""
+        return None if self.next_ns is None else max(0, self.next_ns - self.attempt.end_ns)
 
     @property
     def steps(self) -> int:
@@ -214,7 +220,10 @@ def started(sources: Sources) -> list[Started]:
         begin = max([begins[index], *(one.attempt.begin_ns for one in built[-1:])])
         until = begins[index + 1] if index + 1 < len(every) else None
         built.append(_started(sources, generation, begin, until))
-    return _with_repeated(built)
+    following = [*(one.attempt.begin_ns for one in built[1:]), None][: len(built)]
+    return _with_repeated(
+        [one._replace(next_ns=next_ns) for one, next_ns in zip(built, following, strict=True)]
+    )
 
 
 def _born(process: RankProcess, life: Life | None) -> int:
@@ -269,7 +278,7 @@ def _started(sources: Sources, generation: Sequence[RankProcess], begin: int, un
     pieces = {rank: row.pieces for rank, row in zip(of_rank, rows, strict=True) if row.pieces}
     progress = _progress(of_rank, sources, columns)
     async_ns = sum(row.beside_ns for row in rows)
-    return Started(attempt, attempt_of(generation[0]), running, columns, pieces, async_ns, progress)
+    return Started(attempt, attempt_of(generation[0]), until, columns, pieces, async_ns, progress)
 
 
 class _Rank(NamedTuple):

@@ -98,12 +98,12 @@ class Others(NamedTuple):
 
     def waited_for(self, row: int, pieces: Sequence[Piece]) -> list[Piece]:
         """Return as intervals what others did in the steps of the rank in `row`, which has `pieces`."""
-        mine = _merged([(piece.began_ns, piece.ended_ns) for piece in pieces if not piece.joined])
+        mine = merged([(piece.began_ns, piece.ended_ns) for piece in pieces if not piece.joined])
         return [
             Piece(category, begin, end, end - begin)
             for category, spans, ns in zip(OF_OTHERS, self.spans, self.ns[row, INSIDE], strict=True)
             if ns
-            for begin, end in _without(spans, mine)
+            for begin, end in minus(spans, mine)
         ]
 
 
@@ -127,7 +127,7 @@ def of_others(pieces: Sequence[Sequence[Piece]], edges: Int64, explicit: Int64) 
             several = [piece for piece in of_rank if piece.joined]
             if several:
                 joined = np.maximum(joined, of_parts(several, edges[row].tolist())[:, place])
-        every.append(_merged(spans))
+        every.append(merged(spans))
         others[:, :, place] = np.maximum(_covered(every[-1], edges) + joined - mine, 0)
     return Others(others, every)
 
@@ -140,7 +140,7 @@ def _looked_at(sums: Int64) -> list[int]:
     return [row for row in sorted({*range(_LOWEST), *most}) if sums[row]]
 
 
-def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return disjoint spans in order that cover the same time."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(span for span in spans if span[1] > span[0]):
@@ -151,18 +151,18 @@ def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _without(spans: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def minus(spans: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return what is in `spans` and not in `others`. Both are disjoint and in order."""
-    left, after = list[tuple[int, int]](), 0
+    left, first = list[tuple[int, int]](), 0
     for begin, end in spans:
-        while after < len(others) and others[after][1] <= begin:
-            after += 1
-        for low, high in others[after:]:
-            if low >= end:
-                break
-            if low > begin:
-                left.append((begin, low))
-            begin = max(begin, high)
+        while first < len(others) and others[first][1] <= begin:
+            first += 1
+        place = first
+        while place < len(others) and others[place][0] < end:
+            if others[place][0] > begin:
+                left.append((begin, others[place][0]))
+            begin = max(begin, others[place][1])
+            place += 1
         if begin < end:
             left.append((begin, end))
     return left

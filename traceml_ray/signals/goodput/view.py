@@ -5,6 +5,7 @@ presentation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from traceml_ray.document.model import (
 )
 from traceml_ray.document.timezone import clocks
 from traceml_ray.signals.finding import Finding, OnSteps, key_of
-from traceml_ray.signals.goodput.answer import AttemptGoodput, Goodput, goodput, hours
+from traceml_ray.signals.goodput.answer import CPU, AttemptGoodput, Goodput, amount, goodput, start_names
 from traceml_ray.signals.goodput.attempts import Hang, Intervals, Lives, Sources, Totals
 from traceml_ray.signals.goodput.pieces import (
     CATEGORIES,
@@ -90,6 +91,8 @@ _NEXT = {
 _LEAST_S, _LEAST_SHARE, _LARGE_SHARE = 600.0, 0.1, 0.25
 """Length of a run and share of its time from which on a category is a finding, and from which on a notice."""
 _MOST_ATTEMPTS = 20
+_NOTHING = 5e-5
+"""Share of the run up to which a category is not shown."""
 _FEW_RANKS, _LARGE_S = 64, 60.0
 """Number of ranks below which each tick may ask; seconds between two questions in a job of `SLOW_RANKS`."""
 
@@ -106,7 +109,7 @@ class GoodputView(View[Goodput]):
 
     def read(self, file: SessionFile, before: Any) -> Read:
         """Read the hangs of a run (new verdicts), when its processes ended (new events), and the price."""
-        known = before or Read(price=file.meta().get("settings", {}).get("gpu_hour_price"))
+        known = before or Read(price=_price(file.meta()))
         verdicts, cursor = file.verdicts(known.cursor)
         new = {one["began_ns"]: one for one in verdicts if one.get("began_ns") and one["label"] == "hang"}
         events, events_cursor = file.events(known.events_cursor, brief=True)
@@ -184,6 +187,15 @@ class GoodputView(View[Goodput]):
         return Facts(("Goodput", _sentence(answer))) if answer.rank_s else Facts()
 
 
+def _price(meta: Mapping[str, Any]) -> float | None:
+    """Return the price of an hour of a device. The settings of a session are kept as text."""
+    try:
+        price = float((meta.get("settings") or {})["gpu_hour_price"])
+    except (LookupError, TypeError, ValueError):
+        return None
+    return price if math.isfinite(price) and price > 0 else None
+
+
 def _hangs(read: Any) -> list[Hang]:
     known = hangs(read.hangs.values()) if read is not None else []
     return [
@@ -216,7 +228,7 @@ def _finding(answer: Goodput, what: str, share: float) -> Finding:
         cost=share,
         about="run",
         cost_s=seconds / max(1, answer.ranks),
-        why=f"{text.share(share)} of the run's time went into {words}: {hours(seconds, answer.device)}.",
+        why=f"{text.share(share)} of the run's time went into {words}: {amount(seconds, answer)}.",
         next=_NEXT[what],
         evidence={"rank_s": answer.rank_s, "goodput_pct": answer.goodput_pct},
     )
@@ -232,19 +244,21 @@ def _sentence(answer: Goodput) -> str:
         for name, ns in costs
         if name != "productive" and ns >= 0.01 * answer.rank_s
     ][:3]
-    about = f"{text.percent(answer.goodput_pct)} of {hours(answer.rank_s, answer.device)} in productive steps"
+    about = f"{text.percent(answer.goodput_pct)} of {amount(answer.rank_s, answer)} in productive steps"
     return "; ".join(filter(None, (about, ", ".join(most))))
 
 
 def _known(answer: Goodput) -> list[tuple[str, float]]:
-    return [(name, ns) for name in CATEGORIES if (ns := answer.seconds.get(name)) is not None and ns > 0]
+    """Return what is more than nothing when it is rounded: category, seconds of all ranks together."""
+    known = [(name, answer.seconds.get(name) or 0.0) for name in CATEGORIES]
+    return [(name, seconds) for name, seconds in known if seconds > _NOTHING * answer.rank_s]
 
 
 def sections(answer: Goodput) -> list[Section]:
     """Return what is shown of a known answer: sentences and numbers, then bars and tables."""
     facts = Facts(
         ("Goodput", _sentence(answer)),
-        ("", _money(answer)),
+        ("Cost", _money(answer)),
         ("", _beside(answer)),
         *(("", f"{WORDS[name][0]}: {why}") for name, why in answer.why.items()),
         ("", _twice(answer)),
@@ -258,11 +272,13 @@ def sections(answer: Goodput) -> list[Section]:
 
 
 def _money(answer: Goodput) -> str:
+    if answer.price is not None and answer.device == CPU:
+        return "none: the price is of an hour of a GPU, and the ranks have none"
     if answer.cost is None or answer.badput_s is None:
         return ""
     badput = (answer.price or 0.0) * answer.badput_s / 3600
     return (
-        f"{text.number(answer.cost)} at {text.number(answer.price)} an hour of a device, "
+        f"{text.number(answer.cost)} at {text.number(answer.price)} an hour of a GPU, "
         f"{text.number(badput)} of it not in productive steps"
     )
 
@@ -271,7 +287,7 @@ def _beside(answer: Goodput) -> str:
     if not answer.async_save_s:
         return ""
     return (
-        f"besides, checkpoints were saved beside training for {hours(answer.async_save_s, answer.device)}; "
+        f"besides, checkpoints were saved beside training for {amount(answer.async_save_s, answer)}; "
         "only what blocks a step counts"
     )
 
@@ -279,9 +295,7 @@ def _beside(answer: Goodput) -> str:
 def _twice(answer: Goodput) -> str:
     if answer.twice_s < 1e-3 * answer.rank_s:
         return ""
-    return (
-        f"steps and intervals claim {hours(answer.twice_s, answer.device)} twice: clocks or records are wrong"
-    )
+    return f"steps and intervals claim {amount(answer.twice_s, answer)} twice: clocks or records are wrong"
 
 
 def _bar(answer: Goodput) -> Strip:
@@ -289,10 +303,10 @@ def _bar(answer: Goodput) -> Strip:
     segments, begin = [], 0.0
     for name, seconds in _known(answer):
         words, colour = WORDS[name]
-        title = f"{words}: {hours(seconds, answer.device)}, {text.share(seconds / answer.rank_s)}"
+        title = f"{words}: {amount(seconds, answer)}, {text.share(seconds / answer.rank_s)}"
         segments.append(Segment(words, begin, seconds, colour, title))
         begin += seconds
-    ends = "0", hours(answer.rank_s, answer.device)
+    ends = "0", amount(answer.rank_s, answer)
     return Strip("all ranks together", segments, answer.rank_s, ends)
 
 
@@ -301,11 +315,11 @@ def _timeline(answer: Goodput) -> list[Strip]:
     if not answer.timeline or answer.from_ns is None or answer.to_ns is None:
         return []
     begin, several = answer.from_ns, len(answer.attempts) > 1
-    segments = []
+    segments, names = [], start_names([one.attempt for one in answer.attempts])
     for one in answer.timeline:
         words, colour = WORDS[one.what]
         length = (one.to_ns - one.from_ns) / 1e9
-        of_attempt = f", attempt {one.attempt + 1}" if several else ""
+        of_attempt = f", attempt {names[one.attempt]}" if several else ""
         segments.append(
             Segment(
                 words,
@@ -323,9 +337,12 @@ def _table(answer: Goodput) -> Table:
     columns = [
         Column("what", lambda pair: WORDS[pair[0]][0]),
         Column("share", lambda pair: pair[1] / answer.rank_s, "share"),
-        Column("all ranks", lambda pair: hours(pair[1], answer.device), "figures"),
+        Column("all ranks", lambda pair: amount(pair[1], answer), "figures"),
         Column("a rank", lambda pair: pair[1] / max(1, answer.ranks), "duration"),
     ]
+    if answer.cost is not None:
+        price = answer.price or 0.0
+        columns.append(Column("cost", lambda pair: text.number(price * pair[1] / 3600), "figures"))
     note = "all ranks: their time added up. a rank: the mean, over all attempts."
     return Table("Where the time went", columns, _known(answer), note)
 
@@ -340,8 +357,13 @@ def _attempts(attempts: Sequence[AttemptGoodput]) -> Table:
         Column("repeated steps", lambda pair: _repeated(pair[1]), "figures"),
         Column("recovery", lambda pair: pair[1].recovery_s, "known duration"),
     ]
-    items = [*enumerate(attempts, 1)][-_MOST_ATTEMPTS:]
-    return Table("Attempts", columns, items)
+    items = [*zip(start_names([one.attempt for one in attempts]), attempts, strict=True)]
+    title = (
+        f"Attempts (the newest {_MOST_ATTEMPTS} of {len(items)})"
+        if len(items) > _MOST_ATTEMPTS
+        else "Attempts"
+    )
+    return Table(title, columns, items[-_MOST_ATTEMPTS:])
 
 
 def _share(one: AttemptGoodput, name: str) -> float | None:
@@ -356,7 +378,7 @@ def _repeated(one: AttemptGoodput) -> str:
 def _numbers(answer: Goodput) -> Iterator[Number]:
     if answer.goodput_pct is None:
         return
-    about = f"of {hours(answer.rank_s, answer.device)}"
+    about = f"of {amount(answer.rank_s, answer)}"
     short = "GOODPUT", text.percent(answer.goodput_pct)
     yield Number("goodput", "Goodput", answer.goodput_pct, "%", about, title=_sentence(answer), short=short)
 
