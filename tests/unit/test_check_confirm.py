@@ -6,17 +6,20 @@ from typing import Any
 
 import pytest
 
-from traceml_ray.signals.check.confirm import explained, not_confirmed
+from traceml_ray.analysis.labels import Label
+from traceml_ray.analysis.uneven_work import Reason
+from traceml_ray.analysis.verdict import Verdict
+from traceml_ray.signals.check.confirm import confirmed, explained
 from traceml_ray.signals.check.judge import CheckResult, Level, Slow
-from traceml_ray.signals.finding import Finding
+from traceml_ray.signals.finding import of_verdict
 
 RANKS = {"node-0": [0, 1], "node-1": [2, 3], "node-2": [4, 5, 6]}
 
 
-def straggler(*ranks: int, label: str = "straggler") -> Finding:
+def straggler(*ranks: int, label: Label = "straggler", **more: Any) -> Verdict:
     nodes = tuple(node for node, users in RANKS.items() if set(users) & set(ranks))
-    key = f"{label}:{ranks}"
-    return Finding(key=key, signal="steps", label=label, severity="warning", ranks=ranks, nodes=nodes)
+    usual = {"stages": ("forward",), "why": "It is late.", "next": "Look at the inputs."}
+    return Verdict(label=label, rank=min(ranks, default=None), ranks=ranks, nodes=nodes, **{**usual, **more})
 
 
 def slow(**more: Any) -> Slow:
@@ -24,51 +27,85 @@ def slow(**more: Any) -> Slow:
     return Slow(**{**given, "value": 7.0, "usual": 10.0, "unit": "FLOP/s", "peers": 3, **more})
 
 
-def level(node: str, probe: str = "cpu_matmul", state: Any = "alike") -> Level:
-    return Level(node=node, subject="CPU", probe=probe, unit="FLOP/s", value=1.0, state=state)
+def level(node: str, probe: str = "cpu_matmul", state: Any = "alike", **more: Any) -> Level:
+    return Level(node=node, subject="CPU", probe=probe, unit="FLOP/s", value=1.0, state=state, **more)
 
 
 ALIKE = CheckResult(levels=[level("node-0"), level("node-1"), level("node-1", "host_memory")])
+SLOW = {"why": "It multiplies 14 % slower.", "next": "Replace it."}
 
 
 @pytest.mark.parametrize(
-    ("one", "ranks", "explains"),
+    ("one", "ranks", "stage", "explains"),
     [
-        (slow(), (2, 3), True),
-        (slow(), (3,), True),
-        (slow(nodes=["node-2"]), (5,), False),
-        (slow(nodes=["node-0"]), (3,), False),
-        (slow(what="link", nodes=["node-0", "node-1"], probe="all_reduce"), (3,), True),
-        (slow(what="device", part="GPU 1", device=1, probe="gpu_matmul"), (3,), True),
-        (slow(what="device", part="GPU 0", device=0, probe="gpu_matmul"), (3,), False),
-        (slow(nodes=["elsewhere"]), (3,), False),
+        (slow(), (2, 3), "forward", True),
+        (slow(), (3,), "data", True),
+        (slow(rank=2), (2, 3), "forward", True),
+        (slow(rank=2), (3,), "forward", True),
+        (slow(nodes=["node-2"]), (5,), "forward", False),
+        (slow(nodes=["node-0"]), (3,), "forward", False),
+        (slow(what="link", nodes=["node-0", "node-1"], probe="all_reduce"), (3,), "forward", True),
+        (slow(what="device", part="GPU 1", device=1, probe="gpu_matmul"), (3,), "backward", True),
+        (slow(what="device", part="GPU 1", device=1, probe="gpu_matmul"), (3,), "data", False),
+        (slow(what="device", part="GPU 0", device=0, probe="gpu_matmul"), (3,), "forward", False),
+        (slow(what="disk", part="/data", probe="disk_read"), (3,), "data", True),
+        (slow(what="disk", part="/data", probe="disk_read"), (3,), "forward", False),
+        (slow(nodes=["elsewhere"]), (3,), "forward", False),
     ],
 )
 def test_slow_part_explains_a_straggler_that_uses_it(
-    one: Slow, ranks: tuple[int, ...], explains: bool
+    one: Slow, ranks: tuple[int, ...], stage: str, explains: bool
 ) -> None:
-    step = straggler(*ranks)
-    assert explained(one, [step], RANKS) is (step if explains else None)
-    beside = not_confirmed(CheckResult(slow=[one], levels=ALIKE.levels, ranks=RANKS), [step])
-    assert not ({*one.nodes} & {*step.nodes} and [*beside]), (
-        "a node with a slow part is not as fast as others"
-    )
+    verdict = straggler(*ranks, stages=(stage,))
+    (finding,) = steps = of_verdict(verdict)
+    assert explained(one, steps, RANKS) is (finding if explains else None)
+    told = confirmed(verdict, CheckResult(slow=[one], levels=ALIKE.levels, ranks=RANKS))
+    theirs = bool({*one.nodes} & {*verdict.nodes})
+    assert told.confirmed is (True if explains else None if theirs else told.confirmed)
+    assert not (theirs and told.confirmed is False), "a node with a slow part is not as fast as others"
 
 
-def test_straggler_on_a_node_that_is_as_fast_as_others_is_not_confirmed() -> None:
-    (finding,) = not_confirmed(ALIKE, [straggler(3)])
-    assert (finding.label, finding.severity, finding.nodes, finding.ranks) == (
-        "node_alike",
-        "info",
-        ("node-1",),
-        (3,),
-    )
-    assert finding.why == (
-        "Not confirmed: a check measured node-1 as fast as other nodes "
+@pytest.mark.parametrize(
+    ("kind", "check"),
+    [
+        ("check", "a check before training"),
+        ("restart", "a check at the restart"),
+        ("beside", "a check beside training"),
+        ("", "a check"),
+        ("of a newer version", "a check"),
+    ],
+)
+def test_verdict_says_that_the_machine_is_slow_and_what_to_do(kind: str, check: str) -> None:
+    result = CheckResult(slow=[slow(**SLOW)], levels=[level("node-1", state="slow")], ranks=RANKS, kind=kind)
+    told = confirmed(straggler(2, 3), result)
+    assert told.confirmed is True and told.next == "Replace it."
+    assert told.why == f"It is late. Confirmed by {check}: It multiplies 14 % slower."
+
+
+def test_verdict_on_a_node_that_is_as_fast_as_others_says_so() -> None:
+    told = confirmed(straggler(3), ALIKE)
+    assert told.confirmed is False
+    assert told.why == (
+        "It is late. Not confirmed by a check: node-1 is as fast as other nodes "
         "(matrix multiplication, all cores; memory of the host)."
     )
-    assert finding.next.startswith("Look at what rank 3 does: its data")
-    assert finding.explains == "straggler:(3,)"
+    assert told.next.startswith("Look at what rank 3 does: its data")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"span": "checkpoint"},
+        {"reason": Reason(what="tokens", times=2.0, share=0.9)},
+        {"stages": ("data",)},
+    ],
+)
+def test_advice_that_is_specific_or_about_what_was_not_compared_stays(given: dict[str, Any]) -> None:
+    told = confirmed(straggler(3, **given), ALIKE)
+    assert told.confirmed is False and told.next == "Look at the inputs."
+    with_disk = CheckResult(levels=[*ALIKE.levels, level("node-1", "disk_read")])
+    general = "stages" in given
+    assert confirmed(straggler(3, **given), with_disk).next.startswith("Look at what rank 3") is general
 
 
 @pytest.mark.parametrize(
@@ -79,20 +116,34 @@ def test_straggler_on_a_node_that_is_as_fast_as_others_is_not_confirmed() -> Non
         [level("node-0"), level("node-1", state="unsure")],
         [level("node-0"), level("node-1", state="no peers")],
         [level("node-0", "disk_read"), level("node-1", "disk_read")],
+        [level("node-1"), level("node-1", state="unsure")],
+        [level("node-1"), level("node-1", "gpu_matmul", device=1, state="unsure")],
+        [level("node-1"), level("node-1", "to_host", device=1)],
+        [level("node-1", "ready_time"), level("node-1", "unstolen")],
+        [level("node-1", "idle_matmul"), level("node-1", "ready_time", state="unsure")],
     ],
 )
 def test_without_a_sure_comparison_nothing_is_said(levels: list[Level]) -> None:
-    assert [*not_confirmed(CheckResult(levels=levels), [straggler(3)])] == []
+    verdict = straggler(3)
+    assert confirmed(verdict, CheckResult(levels=levels)) is verdict
 
 
 def test_only_stragglers_are_confirmed() -> None:
-    for step in (straggler(3, label="hang"), straggler(label="imbalance")):
-        assert [*not_confirmed(ALIKE, [step])] == []
-        assert explained(slow(), [step]) is None
+    for verdict in (straggler(3, label="hang"), straggler(label="imbalance"), straggler(3, label="watching")):
+        assert confirmed(verdict, ALIKE) is verdict
+        assert confirmed(verdict, CheckResult(slow=[slow()])) is verdict
+        assert explained(slow(), of_verdict(verdict)) is None
 
 
 def test_ranks_of_several_nodes_need_all_of_them_to_be_alike() -> None:
-    (finding,) = not_confirmed(ALIKE, [straggler(0, 3)])
-    assert finding.nodes == ("node-0", "node-1") and "do: their data" in finding.next
+    told = confirmed(straggler(0, 3), ALIKE)
+    assert "node-0 and node-1 are as fast as other nodes" in told.why and "do: their data" in told.next
     half = CheckResult(levels=[level("node-0"), level("node-1", state="unsure")])
-    assert [*not_confirmed(half, [straggler(0, 3)])] == []
+    assert confirmed(straggler(0, 3), half).confirmed is None
+
+
+def test_other_causes_are_confirmed_too() -> None:
+    verdict = straggler(label="imbalance", also=(straggler(3), straggler(0)))
+    told = confirmed(verdict, CheckResult(slow=[slow(**SLOW)], levels=ALIKE.levels, ranks=RANKS))
+    assert (told.label, told.confirmed, told.why) == ("imbalance", None, verdict.why)
+    assert [one.confirmed for one in told.also] == [True, False]

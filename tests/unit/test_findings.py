@@ -13,7 +13,7 @@ from traceml_ray.analysis.uneven_work import ExpertLoad, Reason, loads
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.verdict_shapes import TimedEpisode
 from traceml_ray.reports.headlines import beside, line_of, named
-from traceml_ray.signals.check.judge import CheckResult, Level, Slow
+from traceml_ray.signals.check.judge import CheckResult, Slow
 from traceml_ray.signals.collectives.judge import CollectiveKind, CollectiveTimes, GroupTimes
 from traceml_ray.signals.experts.records import RouterTokens
 from traceml_ray.signals.finding import MOST, Finding, key_of, listed, of_verdict
@@ -23,7 +23,7 @@ from traceml_ray.signals.layers.judge import LayerFinding, Layers
 from traceml_ray.signals.memory import shapes
 from traceml_ray.signals.memory.shapes import Attribution, CollectiveOnset, FirstCause, Memory
 from traceml_ray.signals.sharding.judge import Imbalance, ModelShards, ShardingInfo
-from traceml_ray.signals.views import findings_of
+from traceml_ray.signals.views import confirmed, findings_of
 
 
 def verdict(label: Label = "straggler", **given: Any) -> Verdict:
@@ -119,19 +119,16 @@ def test_what_costs_a_tenth_of_a_run_is_a_finding_and_waiting_is_the_verdicts_su
     assert [*GoodputView().findings(short, [], None), *GoodputView().findings(little, [], None)] == []
 
 
-def test_slow_node_confirms_a_straggler_there_and_a_node_that_is_as_fast_as_others_does_not() -> None:
+def test_slow_node_confirms_a_straggler_there_and_is_not_said_again_beside_it() -> None:
     node = msgspec.structs.replace(SLOW_NODE.slow[0], what="node", part="CPU", rank=None, device=None)
-    straggler, slow = findings_of(verdict(), None, {"check": CheckResult(slow=[node])})
-    assert (slow.label, slow.explains) == ("slow_node", straggler.key)
-    assert slow.why == "Confirmed by a check: It multiplies slower."
-    levels = [
-        Level(node=f"node-{number}", subject="CPU", probe="cpu_matmul", unit="FLOP/s", state="alike")
-        for number in range(2)
-    ]
-    straggler, alike = findings_of(verdict(), None, {"check": CheckResult(levels=levels)})
-    assert (alike.label, alike.severity, alike.explains) == ("node_alike", "info", straggler.key)
-    assert alike.key == "node_alike:5" and "node-1 as fast as other nodes" in alike.why
-    assert findings_of(verdict("hang"), None, {"check": CheckResult(levels=levels)})[1:] == []
+    answers = {"check": CheckResult(slow=[node])}
+    straggler, slow = findings = findings_of(confirmed(verdict(), answers), None, answers)
+    assert (slow.label, slow.explains, slow.why) == ("slow_node", straggler.key, node.why)
+    assert straggler.why == f"It is late. Confirmed by a check: {node.why}"
+    assert straggler.next == node.next and straggler.evidence["confirmed"] is True
+    assert beside(findings, straggler.key) == []
+    unsaid = findings_of(verdict(), None, answers)  # as of a session that an older version has stored
+    assert beside(unsaid, straggler.key) == [slow]
 
 
 def test_verdict_is_first_then_what_costs_most_then_what_is_most_severe() -> None:

@@ -153,6 +153,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Whether fixing the cause may save less than `gain_pct`."""
     saving: str = ""
     """The sentence of `why` on what fixing the finding saves. "" if it has none."""
+    confirmed: bool | None = None
+    """
+    Whether a check measured that the machines of `ranks` are slower than their peers (`signals.check`). None:
+    not checked, or the check is not sure.
+    """
 
     @property
     def meaning(self) -> Meaning:

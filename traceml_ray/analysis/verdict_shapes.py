@@ -107,6 +107,11 @@ class VerdictInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whether fixing the cause may save less than `gain_pct`."""
     saving: str = ""
     """The sentence of `why` about what a fix saves; "" if it has none."""
+    confirmed: bool | None = None
+    """
+    Whether a check measured that the machines of `ranks` are slower than their peers. None: not checked, or
+    the check is not sure.
+    """
 
 
 class TimedEpisode(Episode, frozen=True, kw_only=True):

@@ -53,7 +53,7 @@ from traceml_ray.settings import SettingError, Settings
 from traceml_ray.signals.collectives.records import CollectivesReport
 from traceml_ray.signals.goodput.totals import TOTALS
 from traceml_ray.signals.live import LiveSignal, Ranks
-from traceml_ray.signals.views import findings_of, with_causes
+from traceml_ray.signals.views import confirmed, findings_of, with_causes
 from traceml_ray.store.history_reader import Packer
 from traceml_ray.store.query import OfRun
 from traceml_ray.store.rank_processes import (
@@ -77,7 +77,7 @@ KEY = "judging"
 SAVE_EVERY_NS = 10_000_000_000
 """Interval at which open episodes are written. An episode that begins or ends is written at once."""
 MAX_HISTORIES = 16
-FORM = 5
+FORM = 6
 """Version of the packed form. Raise it when one of the classes below changes (as in `history_reader`)."""
 PACKER = Packer(
     FORM,
@@ -395,9 +395,10 @@ class LiveJudge:
     def judge(self) -> None:
         """Judge the last steps that all live ranks of each run have reported. An error is counted."""
         known = self.feed()
+        ranks = {run: self._ranks_of(run, known) for run in known.runs}
         for signal in self.signals:
             try:
-                self._judge_signal(signal, known)
+                self._judge_signal(signal, ranks)
             except Exception as error:
                 self.errors.swallow(signal.name, error)
         for run in known.runs:
@@ -467,13 +468,13 @@ class LiveJudge:
         verdict = with_advice(state.evidence.add(verdict, ranks, labels), ranks.values())
         self._keep(run, verdict, store=verdict.window_steps >= limits.first_window_steps)
 
-    def _judge_signal(self, signal: LiveSignal, known: LiveRanks) -> None:
+    def _judge_signal(self, signal: LiveSignal, ranks: Mapping[str, Ranks]) -> None:
         """Judge a signal within a short time budget. What needs action becomes an event."""
-        for run in signal.judge({run: self._ranks_of(run, known) for run in known.runs}):
+        for run in signal.judge(ranks):
             events = signal.events(run, self.clock())
             with self.writer.lock:
                 for rank, event in events:
-                    self.writer.add_event(event, known.ranks[run].get(rank), run=run)
+                    self.writer.add_event(event, ranks[run].current.get(rank), run=run)
 
     def judged_now(self, asked: OfRun[Any]) -> Any:
         """
@@ -506,6 +507,7 @@ class LiveJudge:
             processes,
             known.labels,
             run_steps.world if run_steps is not None else None,
+            known.ranks[run],
             self.live_runs.clocks(),
         )
 
@@ -558,24 +560,29 @@ class LiveJudge:
 
     def _keep(self, run: str, verdict: Verdict, store: bool = True) -> None:
         state = self._runs[run]
-        verdict, has_cause = self._with_cause(run, verdict)
+        verdict, has_cause = self._with_signals(run, verdict)
         state.verdict = verdict
         # Which of two stages is larger may change in every window.
         what = verdict.label, frozenset(verdict.stages), verdict.ranks
-        beside = frozenset((one.label, frozenset(one.stages), one.ranks) for one in verdict.also)
-        about = has_cause, _reason(verdict), beside
+        beside = frozenset(
+            (one.label, frozenset(one.stages), one.ranks, one.confirmed) for one in verdict.also
+        )
+        about = has_cause, _reason(verdict), verdict.confirmed, beside
         named = *what, verdict.span, verdict.lasted_s, verdict.stacks, *about
         if store and named != state.stored:
             state.stored = named
             with self.writer.lock:
                 self.writer.add_verdict(self.clock(), msgspec.json.encode(verdict), run)
 
-    def _with_cause(self, run: str, verdict: Verdict) -> tuple[Verdict, bool]:
-        """Return a verdict on a death with what signals know of its cause, and whether they know anything."""
-        if verdict.label not in DEATHS:
-            return verdict, False
+    def _with_signals(self, run: str, verdict: Verdict) -> tuple[Verdict, bool]:
+        """
+        Return a verdict with what signals know of it: whether they confirm it, or the cause of a death; and
+        whether they know a cause.
+        """
         latest = {signal.name: signal.latest(run) for signal in self.signals}
         known = {name: answer for name, answer in latest.items() if answer is not None}
+        if verdict.label not in DEATHS:
+            return confirmed(verdict, known), False
         with_cause = with_causes(verdict, known)
         return with_cause, with_cause is not verdict
 

@@ -333,7 +333,7 @@ class RelayIntake:
         self._groups, self._restarts = Groups(processes), AttemptTracker(processes)
         self._clocks = NodeClocks(self.writer)
         self._uses: dict[str, Callable[[Any, Any], None]] = {
-            **{signal.kind.name: signal.add for signal in self.signals},
+            **{signal.kind.name: signal.add for signal in self.signals if signal.kind is not None},
             SIZES.name: self.recent.add_sizes,
             EXPERTS.name: self.recent.add_tokens,
             NODE.name: self.recent.add_sample,

@@ -61,8 +61,9 @@ def beside(findings: Iterable[Finding], first: str | None, *, all_of: bool = Fal
     """
     Return the findings of a run that are shown besides the `first` one (its key) and the verdict. Findings
     that are only information are left out, unless they may explain one that is shown; `all_of` includes them.
+    Also left out is what the verdict already says, see `unsaid`.
     """
-    listed = list(findings)
+    listed = unsaid(findings)
     verdict = next((one.key for one in listed if one.signal == "steps"), None)
     keys = {one.key for one in listed if all_of or one.severity != "info"}
     read = {first, verdict}
@@ -71,6 +72,13 @@ def beside(findings: Iterable[Finding], first: str | None, *, all_of: bool = Fal
         for one in listed
         if one.key not in read and (one.key in keys or one.explains in keys | read - {None})
     ]
+
+
+def unsaid(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the findings without those that are part of the reason of the finding that they explain."""
+    listed = list(findings)
+    reasons = {one.key: one.why for one in listed}
+    return [one for one in listed if not one.why or one.why not in reasons.get(one.explains or "", "")]
 
 
 def lost(verdict: OnSteps) -> str:

@@ -50,7 +50,7 @@ from traceml_ray.reports.stored_totals import (
     with_stored_reason,
 )
 from traceml_ray.signals.view import Records, Run
-from traceml_ray.signals.views import VIEWS, findings_of, with_causes
+from traceml_ray.signals.views import VIEWS, confirmed, findings_of, with_causes
 from traceml_ray.stages import STAGES
 from traceml_ray.store.rank_processes import RankProcess, label_nodes, node_key
 from traceml_ray.store.results import NodeInfo, RunInfo
@@ -171,7 +171,7 @@ def _summary(facts: RunFacts, known: _Answers, totals: StoredTotals | None) -> t
     performance = _with_span(judged.run_verdict() if judged else _no_step(facts), facts, totals, spans)
     verdict, signals = _outcome(facts, known, totals, performance, stood)
     verdict = with_advice(machines.with_evidence(verdict, *dated), facts.ranks.values())
-    verdict = _with_first_steps(verdict, first := first_steps_of(facts, totals))
+    verdict = confirmed(_with_first_steps(verdict, first := first_steps_of(facts, totals)), signals)
     verdicts = _changes(facts, totals, spans)
     by_step = sorted([*verdicts, *stood], key=lambda verdict: verdict.from_step or 0)
     every = [with_advice(verdict, facts.ranks.values()) for verdict in by_step]

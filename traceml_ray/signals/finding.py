@@ -139,7 +139,7 @@ _SHOWN = ("finding", "failure", "watching")
 """Kinds of labels that are findings. Other labels say that nothing was found, or why that is not known."""
 _OF_VERDICT = (
     *("pattern", "chronic", "excess_pct", "gain_pct", "z", "rank_hours_per_hour", "host_bound", "coverage"),
-    *("exit_reason", "open_stage", "lasted_s"),
+    *("exit_reason", "open_stage", "lasted_s", "confirmed"),
 )
 
 

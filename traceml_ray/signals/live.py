@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from traceml_ray.analysis.node_clock import UNCOMPARED_BOUND_NS
 from traceml_ray.signals.kind import Kind
@@ -25,6 +25,8 @@ class Ranks:
     labels: Mapping[int, str]
     """Labels of their nodes, by process id."""
     world: int | None
+    current: Mapping[int, RankProcess] = field(default_factory=dict)
+    """The present process of each rank."""
     clocks: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Offset of each node's clock and its largest error, in ns, by node id; only where known."""
 
@@ -42,25 +44,21 @@ class Ranks:
         return len({self.labels.get(process) for process in self.processes}) > 1
 
 
-class LiveSignal(Protocol):
+class LiveSignal:
     """
-    Judges the records of a signal as they arrive.
+    Judges a signal while its session runs, from records as they arrive and from the steps. What a signal does
+    not need does nothing.
 
     `add` and `add_span` are called with the writer's lock. Any thread may call `fresh` and `latest`; only the
     judging thread calls the rest.
     """
 
-    @property
-    def name(self) -> str:
-        """Return the name of its view."""
-
-    @property
-    def question(self) -> type[OfRun[Any]]:
-        """Return the question of its view, which converts the result of `fresh` to an answer."""
-
-    @property
-    def kind(self) -> Kind[Any]:
-        """Return the kind of the records that `add` accepts."""
+    name: str
+    """Name of its view."""
+    question: type[OfRun[Any]]
+    """Question of its view, which converts the result of `fresh` to an answer."""
+    kind: Kind[Any] | None = None
+    """Kind of the records that `add` accepts. None: it needs no records."""
 
     def add(self, process: int, record: Any) -> None:
         """Add the next record of a rank process (its number)."""
@@ -88,15 +86,23 @@ class LiveSignal(Protocol):
         Args:
             runs: the live runs. All others are forgotten.
         """
+        return ()
 
     def events(self, run: str, now_ns: int) -> Sequence[tuple[int, wire.Event]]:
         """Return the events to report for a run with a new result, each with its rank."""
+        return ()
 
     def latest(self, run: str) -> Any:
         """Return the last result for a run. None before the first one."""
+        return None
 
     def fresh(self, run: str, ranks: Ranks) -> Any:
-        """Return the current result. If that takes too long, return the same as `latest`."""
+        """
+        Return the current result. If that takes too long, return the same as `latest`. None: the view reads
+        it from the file.
+        """
+        return None
 
     def worst(self, run: str) -> Any:
         """Return only the most severe finding that is certain. None if there is none."""
+        return None

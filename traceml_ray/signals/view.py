@@ -177,6 +177,13 @@ class View(Generic[A]):
         """
         return ""
 
+    def confirmed(self, verdict: Verdict, answer: A) -> Verdict:
+        """
+        Return a verdict on steps, extended by whether what the signal measured confirms it. Unchanged if it
+        measured nothing. Pure.
+        """
+        return verdict
+
     def files(
         self, file: SessionFile, ranks: Mapping[int, RankProcess], since_ns: int
     ) -> Iterable[tuple[str, bytes]]:

@@ -83,6 +83,13 @@ def with_causes(death: Verdict, answers: Mapping[str, Any]) -> Verdict:
     return msgspec.structs.replace(death, why=why) if any(causes) else death
 
 
+def confirmed(verdict: Verdict, answers: Mapping[str, Any]) -> Verdict:
+    """Return a verdict on steps, extended by which signals confirm it. Unchanged if none says so."""
+    for name, answer in answers.items():
+        verdict = VIEWS[name].confirmed(verdict, answer)
+    return verdict
+
+
 def findings_of(
     verdict: OnSteps | None, episodes: Sequence[TimedEpisode] | None, answers: Mapping[str, Any]
 ) -> list[Finding]:

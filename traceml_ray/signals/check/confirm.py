@@ -5,22 +5,64 @@ longer there? Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS
+from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.signals.check.judge import LIMITS, CheckResult, Slow
-from traceml_ray.signals.finding import Finding, key_of, known
+from traceml_ray.signals.finding import Finding, nodes_named
 
 STRAGGLERS = [name for name, label in LABELS.items() if (label.kind, label.names) == ("finding", "ranks")]
 """Labels of verdicts that a check can confirm."""
-NOT_CONFIRMED = "node_alike"
-"""Label of the finding that a straggler's node is as fast as others."""
 NOT_KNOWN: Mapping[str, Sequence[int]] = {}
 _MOST_OF = 0.5
-_COMPUTES = "gpu_matmul", "cpu_matmul", "core_matmul"
-"""Probes of which one must have compared a node before it is called as fast as others."""
+_SHARED = "node", "disk"
+"""Parts of a node that all its ranks use, whichever rank has measured them."""
+_ON_GPU = {"gpu_matmul", "gpu_clock"}
+_ON_CPU = {"cpu_matmul", "core_matmul", "idle_matmul"}
+"""
+Probes of which one must have compared a node before it is called as fast as others: its GPUs, or its CPU if
+no GPU was measured.
+"""
+_CHECKS = {
+    "check": "a check before training",
+    "restart": "a check at the restart",
+    "beside": "a check beside training",
+}
+"""What a check is called, by `Checked.kind`."""
 _NEXT = "Look at what {ranks} {does}: {its} data, the size of {its} batches, and what {its} code does more."
+
+
+def confirmed(verdict: Verdict, result: CheckResult) -> Verdict:
+    """
+    Return `verdict`, and those in its `also`, with what a check says of the machines of stragglers: whether a
+    slow part explains them (`Verdict.confirmed`), a sentence in `why`, and what to do. Unchanged if the check
+    says nothing of them.
+    """
+    if not result.levels and not result.slow:
+        return verdict
+    also = tuple(confirmed(one, result) for one in verdict.also)
+    if any(one is not before for one, before in zip(also, verdict.also, strict=True)):
+        verdict = msgspec.structs.replace(verdict, also=also)
+    if verdict.label not in STRAGGLERS or not verdict.ranks:
+        return verdict
+    nodes, check = nodes_named(verdict), _CHECKS.get(result.kind, "a check")
+    for one in result.slow:
+        if _explains(one, verdict.ranks, nodes, verdict.stages, result.ranks):
+            why = f"{verdict.why} Confirmed by {check}: {one.why}".lstrip()
+            return msgspec.structs.replace(verdict, confirmed=True, why=why, next=one.next)
+    compared = _compared(result, nodes)
+    if not compared:
+        return verdict
+    several = len(nodes) > 1
+    fast = f"{text.listed(nodes)} {'are' if several else 'is'} as fast as other nodes"
+    probes = "; ".join(limit.about for name, limit in LIMITS.items() if name in compared)
+    why = f"{verdict.why} Not confirmed by {check}: {fast} ({probes}).".lstrip()
+    advice = _what_the_rank_does(verdict.ranks) if _is_general(verdict, compared) else verdict.next
+    return msgspec.structs.replace(verdict, confirmed=False, why=why, next=advice)
 
 
 def explained(
@@ -34,58 +76,70 @@ def explained(
         steps: findings on steps.
         ranks: see `CheckResult.ranks`.
     """
-    for step in _stragglers(steps):
-        if one.rank in step.ranks or (one.rank is None and _is_there(one, step, ranks)):
-            return step
-    return None
+    stragglers = (step for step in steps if step.signal == "steps" and step.label in STRAGGLERS)
+    return next(
+        (step for step in stragglers if _explains(one, step.ranks, step.nodes, step.stages, ranks)), None
+    )
 
 
-def _is_there(one: Slow, step: Finding, ranks: Mapping[str, Sequence[int]]) -> bool:
-    """Return whether most of the ranks that use a slow part are stragglers."""
-    for node in set(one.nodes) & set(step.nodes):
-        users = ranks.get(node, ())  # which ranks there are may not be known
+def _explains(
+    one: Slow,
+    late: Sequence[int],
+    nodes: Sequence[str],
+    stages: Sequence[str],
+    ranks: Mapping[str, Sequence[int]],
+) -> bool:
+    """
+    Return whether a slow part of a node may explain that ranks are late: it is theirs, and is used in one of
+    the stages in which they are late.
+    """
+    if stages and not any(_is_used(one, stage) for stage in stages):
+        return False
+    if one.rank is not None and one.what not in _SHARED:
+        return one.rank in late
+    for node in set(one.nodes) & set(nodes):
+        users = ranks.get(node, ())  # none: they are not known
         if one.device is not None and one.device < len(users):
             users = [users[one.device]]  # a rank uses the GPU of its local rank
-        late = set(users) & set(step.ranks)
-        if len(late) >= _MOST_OF * len(users):  # what all ranks of a node use makes most of them late
-            return True
+        if len(set(users) & set(late)) >= _MOST_OF * len(users):
+            return True  # what all ranks of a node use makes most of them late
     return False
 
 
-def not_confirmed(result: CheckResult, steps: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield a finding for each straggler whose node measured as fast as its peers. See `explained`."""
-    slow = {node for one in result.slow for node in one.nodes}
-    for step in _stragglers(steps):
-        nodes = step.nodes
-        if not nodes or slow.intersection(nodes):
-            continue
-        alike = [
-            {row.probe for row in result.levels if row.node == node and row.state == "alike"}
-            for node in nodes
-        ]
-        compared = set.intersection(*alike)
-        if not compared.intersection(_COMPUTES):
-            continue
-        probes = [limit.about for name, limit in LIMITS.items() if name in compared]
-        several = len(step.ranks) > 1
-        yield Finding(
-            key=key_of(NOT_CONFIRMED, step.ranks),
-            signal="check",
-            label=NOT_CONFIRMED,
-            severity="info",
-            ranks=step.ranks,
-            nodes=nodes,
-            why=f"Not confirmed: a check measured {text.listed(nodes)} as fast as other nodes "
-            f"({'; '.join(probes)}).",
-            next=_NEXT.format(
-                ranks=text.ranks(step.ranks),
-                does="do" if several else "does",
-                its="their" if several else "its",
-            ),
-            evidence=known({"probes": ", ".join(sorted(compared))}),
-            explains=step.key,
-        )
+def _is_used(one: Slow, stage: str) -> bool:
+    """Return whether a slow part of a node can make ranks late in a stage."""
+    if one.what == "disk":
+        return stage in ("data", "post_sync")  # reads samples, and writes checkpoints
+    return one.what != "device" or stage != "data"
 
 
-def _stragglers(steps: Sequence[Finding]) -> list[Finding]:
-    return [step for step in steps if step.signal == "steps" and step.label in STRAGGLERS and step.ranks]
+def _compared(result: CheckResult, nodes: Sequence[str]) -> set[str]:
+    """
+    Return the probes that measured all of `nodes` as fast as others. Empty if a part of one is slow, or if it
+    is not known how fast they compute.
+    """
+    if not nodes or {node for one in result.slow for node in one.nodes}.intersection(nodes):
+        return set()
+    rows = [row for row in result.levels if row.node in nodes]
+    unsure = {row.probe for row in rows if row.state != "alike"}
+    alike = [{row.probe for row in rows if row.node == node} - unsure for node in nodes]
+    compared = set.intersection(*alike)
+    has_gpus = any(row.device is not None for row in rows)
+    computes = compared & (_ON_GPU if has_gpus else _ON_CPU)
+    return compared if computes and "ready_time" not in unsure else set()
+
+
+def _is_general(verdict: Verdict, compared: set[str]) -> bool:
+    """
+    Return whether the advice of a verdict is general, and includes machines that are as fast as others. A
+    span or a reason makes it specific; the disk matters for data.
+    """
+    specific = verdict.span is not None or verdict.reason is not None
+    return not specific and ("data" not in verdict.stages or "disk_read" in compared)
+
+
+def _what_the_rank_does(ranks: Sequence[int]) -> str:
+    several = len(ranks) > 1
+    return _NEXT.format(
+        ranks=text.ranks(ranks), does="do" if several else "does", its="their" if several else "its"
+    )

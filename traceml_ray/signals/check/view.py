@@ -9,10 +9,12 @@ from typing import Any
 import msgspec
 
 from traceml_ray import text
+from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.document.model import Column, Facts, Gauge, Section, Table
-from traceml_ray.signals.check.confirm import explained, not_confirmed
+from traceml_ray.signals.check.at_work import judged_beside, newest_set, together
+from traceml_ray.signals.check.confirm import confirmed, explained
 from traceml_ray.signals.check.judge import LIMITS, CheckResult, Level, Slow, judged, rate
-from traceml_ray.signals.check.records import CHECKS, Checked
+from traceml_ray.signals.check.records import BESIDE, CHECKS, Checked
 from traceml_ray.signals.finding import Finding, OnSteps, key_of, known
 from traceml_ray.signals.view import SLOW_RANKS, Run, View
 from traceml_ray.store.query import OfRun
@@ -119,18 +121,18 @@ class CheckView(View[CheckResult]):
     def answer(self, run: Run, asked: GetCheck) -> CheckResult:
         """Return what the newest check of each rank says."""
         labels = process_labels(run.file.cluster(), run.ranks.values())
-        newest = list[Checked]()
-        for process, records in run.file.records_of(CHECKS, labels.keys()).items():
-            record = max(records, key=lambda record: record.t_ns)
-            newest.append(msgspec.structs.replace(record, node=labels[process]))
-        return _placed(judged(one_per_node(newest)), run)
+        records = run.file.records_of(CHECKS, labels.keys())
+        return of_ranks(records, run.ranks, labels)
 
     def findings(
         self, answer: CheckResult, steps: Sequence[Finding], verdict: OnSteps | None
     ) -> list[Finding]:
-        """Return the parts that are slower than their peers, and stragglers whose nodes are not slow."""
-        slow = [_finding(one, explained(one, steps, answer.ranks)) for one in answer.slow]
-        return [*slow, *not_confirmed(answer, steps)]
+        """Return the parts that are slower than their peers."""
+        return [_finding(one, explained(one, steps, answer.ranks)) for one in answer.slow]
+
+    def confirmed(self, verdict: Verdict, answer: CheckResult) -> Verdict:
+        """Return a verdict with what the check says of the machines of stragglers."""
+        return confirmed(verdict, answer)
 
     def every_s(self, ranks: Mapping[int, RankProcess], world: int) -> float | None:
         """Return 30 s."""
@@ -172,12 +174,42 @@ def one_per_node(checks: Iterable[Checked]) -> list[Checked]:
     return kept
 
 
-def _placed(result: CheckResult, run: Run) -> CheckResult:
+def age(check: Checked) -> tuple[int, int]:
+    """Return what orders the checks of a process. The newest has the largest."""
+    return check.t_ns, check.number
+
+
+def of_ranks(
+    checks: Mapping[int, Iterable[Checked]], ranks: Mapping[int, RankProcess], labels: Mapping[int, str]
+) -> CheckResult:
+    """
+    Return what the newest checks of a run say: those without a job, and those beside it.
+
+    Args:
+        checks: the checks of each process, by its number. Only the newest matter: one without a job, one
+            beside it.
+        ranks: the process of each rank.
+        labels: of the nodes of these processes, by process.
+    """
+    full, beside = list[Checked](), list[Checked]()
+    for process in sorted(checks.keys() & labels.keys()):
+        several = [msgspec.structs.replace(one, node=labels[process]) for one in checks[process]]
+        for kept, is_beside in ((full, False), (beside, True)):
+            mine = [one for one in several if (one.kind == BESIDE) is is_beside]
+            kept += [max(mine, key=age)] if mine else []
+    newest = newest_set(beside)
+    straggler = ranks.get(newest[0].about) if newest and newest[0].about is not None else None
+    at_work = judged_beside(newest, labels.get(straggler.id) if straggler is not None else None)
+    return _placed(together(judged(one_per_node(full)), at_work), ranks, labels)
+
+
+def _placed(
+    result: CheckResult, of_rank: Mapping[int, RankProcess], labels: Mapping[int, str]
+) -> CheckResult:
     """Return the result with the ranks of nodes that have a slow part."""
-    labels = process_labels(run.file.cluster(), run.ranks.values())
     slow = {node for one in result.slow for node in one.nodes}
     ranks = dict[str, list[tuple[int, int]]]()
-    for rank, process in run.ranks.items():
+    for rank, process in of_rank.items():
         node = labels.get(process.id, "")
         if node in slow and process.identity is not None:
             ranks.setdefault(node, []).append((process.identity.local_rank, rank))
@@ -187,7 +219,6 @@ def _placed(result: CheckResult, run: Run) -> CheckResult:
 
 def _finding(one: Slow, straggler: Finding | None) -> Finding:
     """Return the finding of a slow part. `straggler`: what it may explain."""
-    why = f"Confirmed by a check: {one.why}" if straggler else one.why
     return Finding(
         key=key_of(_LABELS.get(one.what, "slow_node"), (), *one.nodes, one.part),
         signal="check",
@@ -198,7 +229,7 @@ def _finding(one: Slow, straggler: Finding | None) -> Finding:
         device=one.device,
         what=one.part,
         confidence=one.confidence,
-        why=why,
+        why=one.why,
         next=one.next,
         evidence=known({"lower": one.lower, "value": one.value, "usual": one.usual, "probe": one.probe}),
         explains=straggler.key if straggler else None,

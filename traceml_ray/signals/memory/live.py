@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from traceml_ray import text
-from traceml_ray.signals.live import Ranks
+from traceml_ray.signals.live import LiveSignal, Ranks
 from traceml_ray.signals.memory.findings import RankFindings, rank_findings
 from traceml_ray.signals.memory.judge import compare
 from traceml_ray.signals.memory.limits import MEMORY
@@ -331,7 +331,7 @@ class _Run:
     rounds: int = 0
 
 
-class LiveMemory:
+class LiveMemory(LiveSignal):
     """
     See `LiveSignal`: `add` and `add_span` are called with the writer's lock. Any thread may call the rest.
 

@@ -31,7 +31,7 @@ RUN_FAILED = "run_failed"
 """Label of the alert that a run has failed without a finding that says why."""
 _OF_SIGNALS = (
     *("slow_layer", "uneven_shards", "uneven_experts", "node_anomaly", "not_finite", "badput"),
-    *("slow_collective", "slow_node", "slow_device", "slow_link", "node_alike"),
+    *("slow_collective", "slow_node", "slow_device", "slow_link"),
 )
 _OF_MEMORY = (
     *("creep", "fragmentation", "imbalance", "near_limit", "persistent_drift", "step_change"),
