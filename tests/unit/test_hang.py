@@ -80,6 +80,28 @@ def test_ranks_that_receive_from_each_other_are_a_circle(snapshot: Snapshot) -> 
     assert named(receives(0, 1), receives(1, 2), receives(2, 1), place(3))[1] == (1, 2)
 
 
+def test_rank_that_waits_in_a_call_that_is_no_span_is_seen(snapshot: Snapshot) -> None:
+    """As in `new_group`, when ranks make groups in a different order. It shows in stacks alone."""
+    groups = [
+        place(
+            rank, POST_SYNC, where=f"make_groups (train.py:{2 + rank // 3})", call="new_group", still_s=18.0
+        )
+        for rank in range(4)
+    ]
+    assert named(*groups)[:2] == ("hang", (3,))
+    snapshot("verdict", why(*groups))
+
+
+def test_rank_that_pickles_inside_a_call_is_busy() -> None:
+    pickles = place(0, POST_SYNC, where="collect (train.py:9)", call="all_gather_object", still_s=0.2)
+    others = [
+        place(rank, POST_SYNC, where="collect (train.py:9)", call="all_gather_object", pending="all_gather",
+              pending_s=20.0, still_s=20.0)
+        for rank in (1, 2)
+    ]  # fmt: skip
+    assert named(pickles, *others)[:2] == ("stalled", (0,))
+
+
 def test_rank_that_receives_from_one_that_waits_elsewhere_is_named_with_it(snapshot: Snapshot) -> None:
     others = [waits(rank, call="all_reduce", pending_s=20.0) for rank in (0, 2, 3)]
     assert named(receives(1, 0), *others)[:2] == ("hang", (1,))

@@ -64,6 +64,47 @@ def test_torch_distributed_call_is_separated_from_the_code_of_the_caller(where: 
     assert (event.data["where"], event.data["call"]) == ("main (train.py:2)", None)
 
 
+@contextmanager
+def nested(*files: str) -> Iterator[int]:
+    """A thread that is stuck in functions f0, f1, …, one in each file, the outermost first."""
+    parts = [f"def f{i}():\n    f{i + 1}()\n" for i in range(len(files))]
+    space: dict[str, Any] = {}
+    for part, path in zip(parts, files, strict=True):
+        exec(compile(part, path, "exec"), space)
+    inside, release = threading.Event(), threading.Event()
+    space.update(here=inside.set, release=release.wait)
+    exec(compile(f"def f{len(files)}():\n    here()\n    release(30)", "<string>", "exec"), space)
+    thread = threading.Thread(target=space["f0"], daemon=True)
+    thread.start()
+    try:
+        assert inside.wait(30) and thread.ident is not None
+        yield thread.ident
+    finally:
+        release.set()
+        thread.join(30)
+
+
+@pytest.mark.parametrize(
+    ("files", "call"),
+    [
+        (["torch/distributed/fsdp/api.py", "hf/model.py", "torch/nn/functional.py"], None),
+        (["torch/distributed/fsdp/api.py", "torch/distributed/distributed_c10d.py"], "f2"),
+        (["torch/distributed/checkpoint/state_dict_saver.py", "torch/serialization.py"], None),
+        (["torch/distributed/checkpoint/filesystem.py"], None),
+        (["torch/distributed/checkpoint/api.py", "torch/distributed/distributed_c10d.py"], "f2"),
+        (["torch/distributed/_functional_collectives.py", "torch/_ops.py"], "f1"),
+        (["torch/distributed/tensor/_api.py", "torch/distributed/_functional_collectives.py"], "f2"),
+        (["torch/distributed/pipelining/schedules.py"], "f1"),
+    ],
+)
+def test_stack_that_passes_through_torch_distributed_waits_in_no_collective(
+    files: list[str], call: str | None
+) -> None:
+    with nested("/jobs/train.py", *(f"{stacks._LIBRARIES[0]}/{file}" for file in files)) as owner:
+        event = stacks.event(owner, OPEN, "h1")
+    assert event.data["call"] == call
+
+
 def test_rank_that_a_call_names_is_reported() -> None:
     library = (
         "def recv(x, src=None, group=None, group_src=None):\n    wait()\n"

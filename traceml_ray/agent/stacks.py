@@ -29,8 +29,12 @@ _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(
     sorted({path for name, path in sysconfig.get_paths().items() if name in ("stdlib", "platlib", "purelib")})
 )
-_INSTALLED = ("/site-packages/", "/dist-packages/")
-_COLLECTIVES = "/torch/distributed/"
+_INSTALLED = ("/site-packages/", "/dist-packages/", "/torchinductor_")
+_TORCH, _COLLECTIVES, _CHECKPOINT = "/torch/", "/torch/distributed/", "/torch/distributed/checkpoint/"
+_TRANSPARENT = ("/torch/_ops.py", "/torch/futures/__init__.py")
+"""Files of torch through which others call what waits."""
+_EXCHANGES = ("/distributed_c10d.py", "/_functional_collectives.py")
+"""Files of torch.distributed with the functions that people know."""
 _WRAPPERS = {"wrapper", "wrapped"}
 
 
@@ -87,15 +91,20 @@ def current_frames() -> dict[int, FrameType]:
 def place(frame: FrameType) -> tuple[str | None, str | None]:
     """
     Return (place in the user's code, function of torch.distributed) at which a stack ends. None for a part
-    that does not apply.
+    that does not apply: a stack that only passes through torch.distributed (a forward of FSDP, a checkpoint
+    that is written) ends in no function of it.
     """
-    call = None
+    call, inside, exchanges = None, None, False
     for one in _inner_first(frame):
-        code = one.f_code
-        if not _is_library(code.co_filename):
-            return _line(code.co_name, code.co_filename, one.f_lineno), call
-        if _COLLECTIVES in code.co_filename and code.co_name not in _WRAPPERS:
-            call = code.co_name
+        path, name = one.f_code.co_filename, one.f_code.co_name
+        if not _is_library(path):
+            return _line(name, path, one.f_lineno), call
+        if _TORCH in path and inside is None and not path.endswith(_TRANSPARENT):
+            inside = _COLLECTIVES in path and _CHECKPOINT not in path
+        if inside and _COLLECTIVES in path and name not in _WRAPPERS:
+            exchange = path.endswith(_EXCHANGES)
+            if exchange or not exchanges:
+                call, exchanges = name, exchange
     return None, call
 
 

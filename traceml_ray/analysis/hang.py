@@ -72,8 +72,16 @@ class RankPosition:
 
     @property
     def waits(self) -> bool:
-        """Whether the rank waits for others."""
-        return self.stage == SYNC_WAIT or self.collective is not None
+        """
+        Whether the rank waits for others. In a function of torch.distributed it may work first: it pickles an
+        object.
+        """
+        works = self.call is not None and self.pending is None and self._moves
+        return self.stage == SYNC_WAIT or (self.collective is not None and not works)
+
+    @property
+    def _moves(self) -> bool:
+        return self.still_s is not None and self.still_s < BUSY_S
 
     @property
     def collective(self) -> str | None:
@@ -85,14 +93,15 @@ class RankPosition:
     def waited_s(self) -> float:
         """Time that the rank has certainly waited, in s."""
         in_span = self.span_s if COLLECTIVE.match(self.span or "") else 0.0
-        return max(self.elapsed_s if self.stage == SYNC_WAIT else in_span, self.pending_s)
+        in_call = self.still_s or 0.0 if self.call else 0.0  # such as in `new_group`, which is no span
+        return max(self.elapsed_s if self.stage == SYNC_WAIT else in_span, self.pending_s, in_call)
 
     @property
     def stalled(self) -> bool:
         """Whether the rank is known to be busy: in a known part between two steps, or its thread moves."""
         at_work = self.silent_s is None and not self.ended and not self.waits
         known = self.stage == POST_SYNC and self.span is not None
-        return at_work and (known or (self.still_s is not None and self.still_s < BUSY_S))
+        return at_work and (known or self._moves)
 
     @property
     def key(self) -> tuple[int, int]:
