@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +27,8 @@ from traceml_ray.errors import Errors
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.live_steps import LiveSteps
 from traceml_ray.reports.answers import Answers
+from traceml_ray.signals.goodput.totals import TOTALS, RankTotals
+from traceml_ray.signals.live import LiveSignal
 from traceml_ray.store import query
 from traceml_ray.store.session_file import SessionFile
 from traceml_ray.views.session_poll import joined
@@ -280,3 +282,45 @@ def test_feeding_comes_before_all_readers_that_wait() -> None:
     for thread in threads:
         thread.join(60)
     assert order == ["under way", "fed", *4 * ["waits"]]
+
+
+class Watching(LiveSignal):
+    """A signal that looks at the steps, and has a record stored each time."""
+
+    name = "watching"
+
+    def __init__(self, fails: bool = False) -> None:
+        self.seen: list[tuple[int, bool]] = []
+        self._fails, self._new = fails, list[Any]()
+
+    def add_steps(
+        self, run: str, history: StepHistory, processes: Mapping[int, int], now_ns: int, ends: bool
+    ) -> None:
+        if self._fails:
+            raise ValueError("broken")
+        self.seen.append((len(history.ranks), ends))
+        self._new.append((TOTALS, processes[0], RankTotals(len(self.seen), 0, 0, 0)))
+
+    def drain(self) -> list[Any]:
+        new, self._new = self._new, []
+        return new
+
+
+def test_signal_sees_the_steps_until_they_end_and_its_records_are_stored(tmp_path: Path) -> None:
+    played = Played(tmp_path, 2, late=None, gpus=0)
+    signal, broken = Watching(), Watching(fails=True)
+    signals: Any = played.aggregator._steps.signals
+    signals[:] = [broken, signal]
+    played.play()
+    played.play()
+    before = {process.id for process in asked(played.aggregator, query.GetProcesses())}
+    assert signal.seen == [(2, False)] * 2
+    played.begin(attempt=1)
+    played.play()
+    assert signal.seen[2:] == [(2, True), (2, False)]
+    assert played.aggregator.errors["watching: ValueError"] == 4
+    played.end()
+    with SessionFile(tmp_path / "session.sqlite") as file:
+        stored = file.records_of(TOTALS)
+    (first,) = (records[-1].steps for process, records in stored.items() if process in before)
+    assert first == 3  # the last one of the first attempt is the one in which it ended

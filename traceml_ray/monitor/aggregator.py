@@ -305,10 +305,10 @@ class AggregatorCore:
             output_lines=settings.output_lines,
         )  # fmt: skip
         self.errors = Errors(self._writer.meta.get("errors"), debug=settings.debug)
-        self._steps = LiveSteps(
-            settings.thresholds, lambda run: SessionFile(self._writer.path, run=run), self.errors
-        )
         recent, signals = Recent(), [make(self._writer.lock, lambda: ticks() / 1e9) for make in LIVE]
+        self._steps = LiveSteps(
+            settings.thresholds, lambda run: SessionFile(self._writer.path, run=run), self.errors, signals
+        )
         self._bundling = Bundling(settings, self._writer, self.errors, clock, ticks, self.commit)
         self._judge = LiveJudge(
             self._writer, recent, self._steps, signals, settings, clock, self.errors,

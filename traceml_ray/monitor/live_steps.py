@@ -23,8 +23,7 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import Int64, RankRows, UInt8
 from traceml_ray.errors import Errors
 from traceml_ray.signals.experts.records import RouterTokens
-from traceml_ray.signals.goodput.keeping import TotalsKeeper, kept
-from traceml_ray.signals.goodput.totals import RankTotals
+from traceml_ray.signals.live import LiveSignal
 from traceml_ray.signals.nodes.records import NodeSample
 from traceml_ray.signals.throughput.records import StepSizes
 from traceml_ray.stages import N_STAGES, SEGMENT_BITS
@@ -296,11 +295,13 @@ class LiveSteps:
         limits: the session's limits.
         open_file: opens the session file once more, for one run.
         errors: counts what fails.
+        signals: look at the histories after new steps, and before they end.
     """
 
     limits: Thresholds
     open_file: Callable[[str], SessionFile]
     errors: Errors
+    signals: Sequence[LiveSignal] = ()
 
     def __post_init__(self) -> None:
         self.lock = StepsLock()
@@ -311,7 +312,6 @@ class LiveSteps:
         self._owners: dict[int, tuple[LiveRun, int]] = {}
         """Run and rank of each rank process."""
         self._unknown: dict[int, list[Rows]] = {}
-        self._totals: list[tuple[int, RankTotals]] = []
 
     def append(self, process: int, rows: Rows) -> None:
         """Add rows of a rank process."""
@@ -328,11 +328,6 @@ class LiveSteps:
         """Return the rows that have arrived since the last call."""
         arrived, self._arrived, self._rows = self._arrived, [], 0
         return arrived
-
-    def drain_totals(self) -> list[tuple[int, RankTotals]]:
-        """Return the totals to store, each with its rank process: of ended attempts, and newer totals."""
-        totals, self._totals = self._totals, []
-        return totals
 
     def feed(
         self,
@@ -352,7 +347,7 @@ class LiveSteps:
         """
         with self.lock.feeding():
             for run in self._runs.keys() - runs.keys():
-                self._keep_totals(self._runs[run])
+                self._show_steps(run, ends=True)
                 self._disown(self._runs[run])
                 self._runs.pop(run).close()
             for run, ranks in runs.items():
@@ -370,6 +365,7 @@ class LiveSteps:
                 del self._unknown[process]
             for run in runs:
                 self._advance(self._runs[run])
+                self._show_steps(run)
 
     def get(self, run: str) -> LiveRun | None:
         """Return a live run. Another thread must read its history inside `lock.reading()`."""
@@ -427,17 +423,18 @@ class LiveSteps:
         except Exception as error:
             live_run.close()
             self.errors.note("older steps", error)
-        if live_run.totals_due():
-            self._keep_totals(live_run)
 
-    def _keep_totals(self, live_run: LiveRun) -> None:
-        """Keep the totals of a run whose rows have all been read."""
-        if not live_run.whole:
+    def _show_steps(self, run: str, *, ends: bool = False) -> None:
+        """Let the signals look at the steps of a run whose rows have all been read."""
+        live_run = self._runs[run]
+        last = next(iter(live_run.ranks.values()), None)
+        if not live_run.whole or last is None:
             return
-        try:
-            self._totals += kept(live_run.history, live_run.processes)
-        except Exception as error:
-            self.errors.swallow("totals", error)
+        for signal in self.signals:
+            try:
+                signal.add_steps(run, live_run.history, live_run.processes, last.last_seen_ns, ends)
+            except Exception as error:
+                self.errors.swallow(signal.name, error)
 
     def _follow(self, run: str, ranks: dict[int, RankProcess], labels: Mapping[int, str]) -> None:
         """
@@ -454,6 +451,8 @@ class LiveSteps:
         anew = before is None or any(
             processes.get(rank) != process for rank, process in before.processes.items()
         )
+        if before is not None and anew:
+            self._show_steps(run, ends=True)
         live_run = self._runs[run] = LiveRun(self.limits) if before is None or anew else before
         live_run.processes = processes
         live_run.register_ranks(ranks, labels)
@@ -462,7 +461,6 @@ class LiveSteps:
             live_run.history.add_rows(same)
             if same:
                 self._look_back(run)
-            self._keep_totals(before)
             self._disown(before)
             before.close()
         for rank, process in processes.items():
@@ -493,12 +491,6 @@ class LiveRun:
         """Rank process id by rank."""
         self._known: list[tuple[int, RankMeta]] = []
         self._patience_ns = int(limits.report_timeout_s * 1e9)
-        self._keeper = TotalsKeeper()
-
-    def totals_due(self) -> bool:
-        """Return whether the totals of the steps so far are to be stored now."""
-        process = next(iter(self.ranks.values()), None)
-        return process is not None and self._keeper.due(process.last_seen_ns, len(self.ranks))
 
     def register_ranks(self, ranks: dict[int, RankProcess], labels: Mapping[int, str]) -> None:
         """Record node, group, strategy and role of the ranks."""

@@ -51,7 +51,6 @@ from traceml_ray.reports.machines import Machines, reference_rank, with_advice
 from traceml_ray.reports.run_facts import moment
 from traceml_ray.settings import SettingError, Settings
 from traceml_ray.signals.collectives.records import CollectivesReport
-from traceml_ray.signals.goodput.totals import TOTALS
 from traceml_ray.signals.live import LiveSignal, Ranks
 from traceml_ray.signals.views import confirmed, findings_of, with_causes
 from traceml_ray.store.history_reader import Packer
@@ -386,10 +385,11 @@ class LiveJudge:
             self.steps.feed(arrived, known.ranks, known.labels, known.unknown)
         except Exception as error:
             self.errors.swallow("steps", error)
-        if totals := self.steps.drain_totals():
-            with self.writer.lock:
-                for process, record in totals if not self.writer.at_rest else ():
-                    self.writer.add_record(TOTALS, process, record)
+        for signal in self.signals:
+            if records := signal.drain():
+                with self.writer.lock:
+                    for kind, process, record in records if not self.writer.at_rest else ():
+                        self.writer.add_record(kind, process, record)
         return known
 
     def judge(self) -> None:

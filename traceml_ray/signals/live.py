@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from traceml_ray.analysis.node_clock import UNCOMPARED_BOUND_NS
+from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.signals.kind import Kind
 from traceml_ray.store.query import OfRun
 from traceml_ray.store.rank_processes import RankProcess
@@ -44,13 +45,17 @@ class Ranks:
         return len({self.labels.get(process) for process in self.processes}) > 1
 
 
+ToStore = tuple[Kind[Any], int, Any]
+"""A record to store: its kind, its rank process, and the record."""
+
+
 class LiveSignal:
     """
-    Judges a signal while its session runs, from records as they arrive and from the steps. What a signal does
-    not need does nothing.
+    Judges a signal while its session runs, from records as they arrive and from the steps. It may also have
+    records stored. Methods that a signal does not need do nothing.
 
-    `add` and `add_span` are called with the writer's lock. Any thread may call `fresh` and `latest`; only the
-    judging thread calls the rest.
+    `add` and `add_span` are called with the writer's lock, `add_steps` with the lock of the step histories.
+    Any thread may call `fresh` and `latest`; only the thread that feeds the histories calls the rest.
     """
 
     name: str
@@ -65,6 +70,25 @@ class LiveSignal:
 
     def add_span(self, process: int, span: wire.SpanSum) -> None:
         """Add a span of a rank process."""
+
+    def add_steps(
+        self, run: str, history: StepHistory, processes: Mapping[int, int], now_ns: int, ends: bool
+    ) -> None:
+        """
+        Look at the steps of a live run so far, once all its stored rows have been read. The history may only
+        be read during the call.
+
+        Args:
+            run: id of the run.
+            history: its steps.
+            processes: process of each rank.
+            now_ns: when a rank was seen last (ns since the epoch).
+            ends: whether this is the last call for this history: the run is over, or other processes follow.
+        """
+
+    def drain(self) -> Sequence[ToStore]:
+        """Return the records to store, each with its kind and its rank process (its number)."""
+        return ()
 
     def resume(
         self, run: str, file: SessionFile, processes: Collection[int], events: Sequence[EventRow]
