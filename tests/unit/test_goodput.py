@@ -114,6 +114,38 @@ def test_a_script_without_numbers_is_judged_by_its_checkpoints(tmp_path: Path) -
     assert (one.repeated_from, one.repeated_steps) == (12, 8)
 
 
+def test_a_checkpoint_that_is_not_the_last_one_says_what_is_repeated(tmp_path: Path) -> None:
+    """
+    Checkpoints have 6 and 12 of 20 steps. The next attempt loads the older one; the one after it loads what
+    the second attempt saved after 4 steps of its own, and repeats 6 more.
+    """
+
+    def loads(busy: Lived, steps: int) -> None:
+        for rank in range(4):
+            busy.intervals[rank] = [LifeInterval(1, "checkpoint_restore", 0, 0, 0, 1, steps)]
+
+    busy = Lived(tmp_path / "demo")
+    busy.start()
+    for steps in (6, 12):
+        busy.step_on(6)
+        busy.interval("checkpoint_save", 1, (0, 1, 2, 3), step=steps)
+    busy.step_on(8)
+    busy.killed()
+    busy.again(1, 0)
+    loads(busy, 6)
+    busy.step_on(4)
+    busy.interval("checkpoint_save", 1, (0, 1, 2, 3), step=4)
+    busy.step_on(6)
+    busy.killed()
+    busy.again(2, 0)
+    loads(busy, 10)
+    busy.step_on(5)
+    one, two, three = both(busy).attempts
+    assert (one.repeated_from, one.repeated_steps) == (6, 14)
+    assert (two.repeated_from, two.repeated_steps) == (4, 6)
+    assert three.repeated_steps == 0
+
+
 def test_what_may_have_been_repeated_is_said_to_be_unknown(tmp_path: Path) -> None:
     answer = both(restarted(tmp_path / "demo", 0))
     assert answer.seconds["wasted"] is None
@@ -239,6 +271,32 @@ def test_steps_stay_productive_while_an_evaluation_goes_on(tmp_path: Path) -> No
     answer = both(busy)
     assert answer.seconds["evaluation"] == pytest.approx(4 * 13)
     assert answer.seconds["productive"] == pytest.approx(before.seconds["productive"])
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_checkpoint_goes_on_while_nothing_else_is_reported(tmp_path: Path, killed: bool) -> None:
+    """It is in the newest report of each rank. Then they are killed, or report nothing for a while."""
+    busy = Lived(tmp_path / "demo")
+    busy.start()
+    busy.step_on(20)
+    of_rank = busy.of_rank
+    saves = OpenInterval(7, "checkpoint_save", SECOND, None, SECOND)
+
+    def with_open(rank: int) -> dict[str, Any]:
+        fields = of_rank(rank)
+        return {**fields, "life": [msgspec.structs.replace(life, open=[saves]) for life in fields["life"]]}
+
+    busy.of_rank = with_open  # type: ignore[method-assign]
+    busy.play(0)
+    busy.of_rank = lambda _: {}  # type: ignore[method-assign]
+    if killed:
+        busy.killed(after_s=4)
+    else:
+        for _ in range(4):
+            busy.play(0)
+    answer = both(busy)
+    assert answer.seconds["checkpoint_save"] == 4 * 5
+    assert answer.seconds["other"] == 0
 
 
 def test_an_attempt_without_a_step_was_all_preparation(tmp_path: Path) -> None:

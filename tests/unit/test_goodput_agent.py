@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.marks import FORWARD_BEGIN, NO_GRAD_FORWARD_BEGIN
-from traceml_ray.agent.patch.checkpoint import is_checkpoint
+from traceml_ray.agent.patch.checkpoint import is_checkpoint, steps_in
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
@@ -284,6 +284,7 @@ def test_saves_count_before_the_first_step_and_loads_only_of_a_checkpoint(
     torch.load(tmp_path / "all.pt")
     (restored,) = bench.spans()["checkpoint load"]
     assert restored.count == 1 and restored.busy > 0
+    assert restored.step == 7
 
 
 def test_checkpoint_of_a_thread_beside_training_is_recorded_as_such(bench: Bench, tmp_path: Path) -> None:
@@ -393,6 +394,22 @@ def test_ray_trains_report_counts_if_it_has_a_checkpoint(monkeypatch: pytest.Mon
 )
 def test_a_checkpoint_says_how_far_training_was(loaded: Any, expected: bool) -> None:
     assert is_checkpoint(loaded) is expected
+
+
+@pytest.mark.parametrize(
+    ("loaded", "expected"),
+    [
+        ({"model": {}, "step": 40}, 40),
+        ({"step": 3, "global_step": 40}, 40),
+        ({"trainer": {"iteration": 40}, "epoch": 2}, 40),
+        ({"optimizer": {"param_groups": [], "step": 40}, "epoch": 2}, None),
+        ({"model": {}, "step": "40"}, None),
+        ({"model": {}, "step": True}, None),
+        ({"model": {}}, None),
+    ],
+)
+def test_a_checkpoint_says_how_many_steps_it_has(loaded: Any, expected: int | None) -> None:
+    assert steps_in(loaded) == expected
 
 
 # -- the records ------------------------------------------------------------------------------------------

@@ -310,3 +310,16 @@ def test_a_rank_waits_for_others_only_as_long_as_it_waits_at_all() -> None:
     sums = seconds(balance(attempt(rows=(70, 7, 14), others=[[[0, 9, 0], [20, 0, 5], [0, 0, 30]]])))
     assert (sums[SAVE], sums[RESTORE], sums[PREPARATION], WAITING in sums) == (14, 9, 1, False)
     assert sums[EVALUATION] == 5  # after its newest row
+
+
+def test_what_a_checkpoint_says_counts_if_one_with_so_many_steps_was_saved() -> None:
+    def first(restored_step: int, **of_first: Any) -> Repeated:
+        saved = Progress(0, 99, saved=True, saved_step=80, **of_first)
+        return repeated([saved, Progress(0, 9, restored=True, restored_step=restored_step)])[0]
+
+    both_saved = frozenset((40, 80))
+    assert first(40, saved_steps=both_saved).step == 40
+    assert first(39, saved_steps=both_saved).step == 40  # it says the number of the newest step
+    assert first(160, saved_steps=both_saved).step == 80  # it counts something else: what was saved last
+    assert first(20, saved_steps=both_saved).step == 80
+    assert first(20, saved_steps=frozenset((80,)), joined=True).step == 20

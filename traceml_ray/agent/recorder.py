@@ -365,10 +365,13 @@ class Recorder(MarkLog):
     # -- when spans were open ----------------------------------------------------------------------
 
     @immediate_mark
-    def add_span_time(self, name: str, began: int, ended: int) -> None:
-        """Record that the training thread was in a span of this name, one of those whose times are kept."""
+    def add_span_time(self, name: str, began: int, ended: int, step: int | None = None) -> None:
+        """
+        Record that the training thread was in a span of this name, one of those whose times are kept. `step`:
+        number of steps that it is about, by default of those that are complete.
+        """
         if self._may():
-            self.steps.times.add(name, began, ended, self.steps.rows.step)
+            self.steps.times.add(name, began, ended, self.steps.rows.step if step is None else step)
 
     @immediate_mark
     def begin_beside(self, name: str, began: int, running: list[int]) -> None:

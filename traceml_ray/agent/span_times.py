@@ -42,7 +42,7 @@ class TimedSpan:
         self.busy += max(0, ended - max(began, self.ended))
         self.ended = max(self.ended, ended)
         self.count += count
-        self.step = step
+        self.step = max(self.step, step)
 
 
 class TimedNow(NamedTuple):

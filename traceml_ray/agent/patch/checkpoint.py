@@ -54,6 +54,11 @@ _PROGRESS = (
     "num_steps",
 )
 """Names under which a checkpoint says how far training was."""
+_STEPS = (
+    *("global_step", "step", "steps", "num_steps", "steps_done", "iteration", "iter", "iter_num"),
+    *("iterations", "current_step", "train_step", "completed_steps"),
+)
+"""Names under which a checkpoint says the number of its steps. The first one counts."""
 _LOOK_AT, _DEPTH = 64, 2
 """Largest number of entries of a loaded mapping that are looked at, and how deep."""
 
@@ -189,7 +194,7 @@ def _loads(recorder: Recorder, failed: Callable[[str, BaseException], None]) -> 
             loaded = original(*args, **kwargs)
             try:
                 if recorder.mine() and is_checkpoint(loaded):
-                    recorder.add_span_time(RESTORE_SPAN, began, recorder.clock())
+                    recorder.add_span_time(RESTORE_SPAN, began, recorder.clock(), steps_in(loaded))
             except Exception as error:
                 failed("checkpoint", error)
             return loaded
@@ -197,6 +202,17 @@ def _loads(recorder: Recorder, failed: Callable[[str, BaseException], None]) -> 
         return load
 
     return make
+
+
+def steps_in(loaded: Mapping[str, Any]) -> int | None:
+    """Return the number of steps that a loaded checkpoint says it has; None: it says none."""
+    inner = [
+        value
+        for _, value in zip(range(_LOOK_AT), loaded.values(), strict=False)
+        if isinstance(value, Mapping) and "param_groups" not in value
+    ]
+    known = (one[name] for one in (loaded, *inner) for name in _STEPS if name in one)
+    return next((steps for steps in known if type(steps) is int and 0 < steps < 1 << 62), None)
 
 
 def is_checkpoint(loaded: Any, depth: int = _DEPTH) -> bool:

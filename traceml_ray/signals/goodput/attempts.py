@@ -48,6 +48,8 @@ from traceml_ray.store.rank_processes import (
 _CATEGORIES = {"checkpoint_save": SAVE, "checkpoint_restore": RESTORE, "evaluation": EVALUATION}
 ASYNC = "checkpoint_save_async"
 _NEVER = 1 << 62
+_CHECKPOINTS = 32
+"""Number of newest checkpoints of a process whose steps are kept."""
 _SAMPLE = 64
 """Number of ranks whose intervals stand for those of all ranks where steps are divided."""
 
@@ -71,6 +73,12 @@ class Checkpoints(NamedTuple):
     saved: bool = False
     saved_step: int | None = None
     """All steps below this one are in a checkpoint; None: not known."""
+    saved_steps: frozenset[int] = frozenset()
+    """The same of each of its newest checkpoints."""
+    joined: bool = False
+    """Whether several checkpoints are one record, so that some are not in `saved_steps`."""
+    restored_step: int | None = None
+    """Number of steps that the checkpoint says it has which was loaded first; None: it says none."""
 
 
 class Intervals:
@@ -100,10 +108,16 @@ class Intervals:
             self.pieces.setdefault(process, []).append(_piece(record))
         known = self.checkpoints.get(process, Checkpoints())
         if record.what == "checkpoint_restore" and known.restored_ns is None:
-            self.checkpoints[process] = known._replace(restored_ns=record.began_ns)
+            self.checkpoints[process] = known._replace(
+                restored_ns=record.began_ns, restored_step=record.step or None
+            )
         elif record.what in ("checkpoint_save", ASYNC):
             step = known.saved_step if record.step is None else max(record.step, known.saved_step or 0)
-            self.checkpoints[process] = known._replace(saved=True, saved_step=step)
+            steps = known.saved_steps if record.step is None else _newest(known.saved_steps, record.step)
+            joined = known.joined or record.count > 1
+            self.checkpoints[process] = known._replace(
+                saved=True, saved_step=step, saved_steps=steps, joined=joined
+            )
 
     def waited_for(self, process: int, life: Life, last_ns: int) -> list[Piece]:
         """
@@ -122,6 +136,11 @@ class Intervals:
         if before is None or before[0] != key:
             before = self._parts[process] = key, of_parts(pieces, edges)
         return before[1]
+
+
+def _newest(steps: frozenset[int], step: int) -> frozenset[int]:
+    """Return steps of checkpoints with another one, without the oldest if there are too many."""
+    return frozenset(sorted({*steps, step})[-_CHECKPOINTS:])
 
 
 def _piece(one: LifeInterval) -> Piece:
@@ -314,7 +333,7 @@ def _rank(
         return _Rank((since, ended, ended, ended), [], np.zeros((3, 4), np.int64))
     over = not runs and life.ended_ns is not None and not process.exit_code
     edges = _edges(life, begin, end, ended, took)
-    pieces, beside_ns = _pieces(process.id, life, sources.intervals)
+    pieces, beside_ns = _pieces(process.id, life, sources.intervals, edges[3])
     if over:
         pieces += sources.intervals.waited_for(process.id, life, edges[2])
     pieces += _hung(hangs, end)
@@ -350,10 +369,13 @@ def _edges(life: Life, begin: int, end: int, ended: int, took: int) -> tuple[int
     return attached, first, min(max(last, first), ended), ended
 
 
-def _pieces(process: int, life: Life, intervals: Intervals) -> tuple[list[Piece], int]:
-    """Return the intervals of a process that take time from steps, and the ns of those beside training."""
+def _pieces(process: int, life: Life, intervals: Intervals, ended_ns: int) -> tuple[list[Piece], int]:
+    """
+    Return the intervals of a process that take time from steps, and the ns of those beside training. What was
+    not over in the newest report went on until the process ended, or was last seen.
+    """
     pieces, beside_ns = [*intervals.pieces.get(process, ())], intervals.async_ns.get(process, 0)
-    for one in life.open_intervals(intervals.numbers.get(process, ())) if life.open else ():
+    for one in life.open_intervals(intervals.numbers.get(process, ()), ended_ns) if life.open else ():
         if one.what == ASYNC:
             beside_ns += one.busy_ns
         else:
@@ -427,19 +449,25 @@ def _sums(of_rank: Mapping[int, RankProcess], sources: Sources) -> tuple[Int64, 
 
 def _progress(of_rank: Mapping[int, RankProcess], sources: Sources, columns: Int64) -> Progress:
     """Return what tells which of the steps of an attempt later ones did again."""
-    restored, saved, saved_step = False, False, None
+    restored, restored_step, saved, saved_step = False, None, False, None
+    joined, saved_steps = False, set[int]()
     for process in of_rank.values():
         life, known = sources.lives.by_process.get(process.id), sources.intervals.checkpoints.get(process.id)
         if known is None:
             continue
         first = None if life is None else life.first_row_ns
-        restored |= known.restored_ns is not None and (first is None or known.restored_ns <= first)
+        if known.restored_ns is not None and (first is None or known.restored_ns <= first):
+            restored, restored_step = True, known.restored_step or restored_step
         saved |= known.saved
+        joined |= known.joined
+        saved_steps |= known.saved_steps
         if known.saved_step is not None:
             saved_step = max(known.saved_step, saved_step or 0)
     first_step = int(columns[:, 0].min()) if len(columns) else None
     last_step = int(columns[:, 1].max()) if len(columns) else None
-    return Progress(first_step, last_step, restored, saved_step, saved)
+    return Progress(
+        first_step, last_step, restored, saved_step, saved, restored_step, frozenset(saved_steps), joined
+    )
 
 
 def _with_repeated(built: Sequence[Started]) -> list[Started]:

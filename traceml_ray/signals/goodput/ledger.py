@@ -10,7 +10,7 @@ out of the part that they are in. What remains is `other`, so each rank's time a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -307,6 +307,12 @@ class Progress:
     """All steps below this one are in the newest checkpoint that it saved. None: not known, or none."""
     saved: bool = False
     """Whether it saved a checkpoint."""
+    restored_step: int | None = None
+    """Number of steps that the checkpoint that it restored says it has. None: not known."""
+    saved_steps: frozenset[int] = frozenset()
+    """The same as `saved_step`, of each checkpoint that it saved, as far as they are known."""
+    joined: bool = False
+    """Whether it saved more checkpoints than those."""
 
 
 class Repeated(NamedTuple):
@@ -325,12 +331,40 @@ def repeated(attempts: Sequence[Progress]) -> list[Repeated]:
     A script that continues from a checkpoint may say which step it is in (adapters do). Then the next attempt
     begins at a step above 0, and the steps from there on are repeated. If the next attempt begins at step 0,
     the number says nothing, and checkpoints decide: the next attempt restored one, so the steps after the
-    last one saved are lost; or nothing was saved and nothing restored, so all steps are lost.
+    last one saved are lost; or nothing was saved and nothing restored, so all steps are lost. If the
+    checkpoint that was restored says how many steps it has, and one with so many was saved before, the next
+    attempt began there.
     """
-    return [
-        _repeated(attempt, [one for one in attempts[index + 1 :] if one.first_step is not None])
-        for index, attempt in enumerate(attempts)
-    ]
+    begins = _begins(attempts)
+    numbered = [_moved(attempt, begin) for attempt, begin in zip(attempts, begins, strict=True)]
+    results = []
+    for index, (attempt, begin) in enumerate(zip(numbered, begins, strict=True)):
+        result = _repeated(attempt, [one for one in numbered[index + 1 :] if one.first_step is not None])
+        results.append(result if result.step is None else result._replace(step=max(0, result.step - begin)))
+    return results
+
+
+def _begins(attempts: Sequence[Progress]) -> list[int]:
+    """Return by how much the number of each step of an attempt is too small: 0 if the script numbers it."""
+    begins, saved, joined = list[int](), set[int](), False
+    for attempt in attempts:
+        begin, restored = 0, attempt.restored_step
+        if restored is not None and attempt.first_step == 0:
+            near = [step for step in (restored, restored + 1, restored - 1) if step in saved]
+            begin = near[0] if near else restored if joined and restored <= max(saved) else 0
+        begins.append(begin)
+        saved |= {begin + step for step in attempt.saved_steps}
+        joined = (joined or attempt.joined) and bool(saved)
+    return begins
+
+
+def _moved(attempt: Progress, begin: int) -> Progress:
+    """Return an attempt whose steps have the numbers of the whole run."""
+    if not begin or attempt.first_step is None or attempt.last_step is None:
+        return attempt
+    saved = None if attempt.saved_step is None else attempt.saved_step + begin
+    first, last = attempt.first_step + begin, attempt.last_step + begin
+    return replace(attempt, first_step=first, last_step=last, saved_step=saved)
 
 
 def _repeated(attempt: Progress, later: Sequence[Progress]) -> Repeated:

@@ -39,8 +39,9 @@ class LifeInterval(Part, frozen=True):
     """Number of intervals."""
     step: Count | None = None
     """
-    Number of the newest step that was complete when the last one began, plus one: a checkpoint holds all
-    steps below. None: not known.
+    Number of the newest step that was complete when the last one began, plus one: a checkpoint that is saved
+    holds all steps below. Of one that is loaded: the number of steps that it says it has, 0 if it says none.
+    None: not known.
     """
 
 
@@ -93,16 +94,19 @@ class Life(Part, frozen=True):
     """When the process ended. None: it still runs, or it was killed."""
     open: Annotated[list[OpenInterval], FEW] = []
 
-    def open_intervals(self, sent: Iterable[int] = ()) -> list[LifeInterval]:
-        """Return the intervals that are not over as records, without those whose numbers are in `sent`."""
-        known = frozenset(sent)
+    def open_intervals(self, sent: Iterable[int] = (), until_ns: int = 0) -> list[LifeInterval]:
+        """
+        Return the intervals that are not over as records, without those whose numbers are in `sent`. One that
+        goes on lasts until `until_ns`, if this is later: its end would have been reported.
+        """
+        known, later_ns = frozenset(sent), max(0, until_ns - self.t_ns)
         return [
             LifeInterval(
                 one.number,
                 one.what,
                 self.t_ns - one.began_ago_ns,
-                self.t_ns - (one.ended_ago_ns or 0),
-                one.busy_ns,
+                self.t_ns + (later_ns if one.ended_ago_ns is None else -one.ended_ago_ns),
+                one.busy_ns + (later_ns if one.ended_ago_ns is None else 0),
                 one.count,
                 one.step,
             )
