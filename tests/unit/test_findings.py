@@ -23,7 +23,7 @@ from traceml_ray.signals.layers.judge import LayerFinding, Layers
 from traceml_ray.signals.memory import shapes
 from traceml_ray.signals.memory.shapes import Attribution, CollectiveOnset, FirstCause, Memory
 from traceml_ray.signals.sharding.judge import Imbalance, ModelShards, ShardingInfo
-from traceml_ray.signals.views import confirmed, findings_of
+from traceml_ray.signals.views import VIEWS, confirmed, findings_of
 
 
 def verdict(label: Label = "straggler", **given: Any) -> Verdict:
@@ -101,6 +101,21 @@ def test_slow_device_explains_the_finding_of_its_rank() -> None:
     assert slow.explains == straggler.key and slow.key == "slow_device:node-1:GPU 3"
     _, other = findings_of(verdict(ranks=(2,), rank=2), None, {"check": SLOW_NODE})
     assert other.explains is None
+
+
+@pytest.mark.parametrize(
+    "name", ["goodput", "layers", "collectives", "check", "sharding", "experts", "output"]
+)
+def test_block_of_a_view_is_read_as_its_answer_with_or_without_what_json_does_to_it(name: str) -> None:
+    view, answers = VIEWS[name], {"layers": SLOW, "sharding": SHARDS, "collectives": SLOW_GROUP}
+    answer = {**answers, "check": SLOW_NODE, "goodput": RESTARTED, "experts": tokens(moe=[9, 1])}.get(
+        name, []
+    )
+    block = view.block(answer)
+    for read in (block, msgspec.json.decode(msgspec.json.encode(block))):
+        assert view.of_block(read) == answer
+    if name in ("goodput", "collectives", "check", "layers"):
+        assert view.of_block(None) == type(answer)()
 
 
 DAY = 86_400 * 1_000_000_000

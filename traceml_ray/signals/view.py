@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Generic, Protocol, TypeVar
 
+import msgspec
+
 from traceml_ray.analysis.step_history import StepHistory
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.document.model import Facts, Section
 from traceml_ray.signals.finding import Finding, OnSteps
 from traceml_ray.signals.kind import Kind
-from traceml_ray.store.query import OfRun
+from traceml_ray.store.query import OfRun, answer_type
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire.codec import ready
 
 SLOW_RANKS = 256
 """From this number of ranks on, views whose cost grows with the ranks are asked less often, or not at all."""
@@ -198,16 +201,22 @@ class View(Generic[A]):
         return ()
 
     def block(self, answer: A) -> Any:
-        """Return the part of an answer that is in `summary.json`: a struct, or a list of structs. Pure."""
-        raise NotImplementedError
+        """
+        Return the part of an answer that is in `summary.json`: a struct, or a list of structs. By default the
+        whole answer. Pure.
+        """
+        return answer
 
     def of_block(self, block: Any) -> A:
         """
-        Return the answer that a block was made of, without what is drawn. Pure.
+        Return the answer that a block was made of, without what is drawn. By default the block is the
+        answer; without one (None) it is empty. Pure.
 
         The block of a signal that is no field of `summary_shape.Summary` consists of plain values.
         """
-        raise NotImplementedError
+        shape = answer_type(self.question)
+        is_empty = block is None and isinstance(shape, type) and issubclass(shape, msgspec.Struct)
+        return msgspec.convert({} if is_empty else block, ready(shape))
 
     def sections(self, answer: A) -> Sequence[Section]:
         """Return what is shown of an answer, including an answer made of a block."""

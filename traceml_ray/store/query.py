@@ -530,11 +530,17 @@ def _request_decoder(questions: tuple[type[Request[Any]], ...]) -> msgspec.msgpa
     return msgspec.msgpack.Decoder(ready(every))
 
 
+def answer_type(kind: type[Request[A]]) -> type[A]:
+    """Return the type of the answer to requests of a kind."""
+    (answer,) = get_args(kind.__orig_bases__[0])  # type: ignore[attr-defined]
+    shape: type[A] = answer
+    return shape
+
+
 @cache
 def _decoder(kind: type[Request[Any]]) -> msgspec.msgpack.Decoder[Any]:
     """Return the decoder for the answer to requests of a kind."""
-    (answer,) = get_args(kind.__orig_bases__[0])  # type: ignore[attr-defined]
-    return msgspec.msgpack.Decoder(ready(answer), ext_hook=_decode)
+    return msgspec.msgpack.Decoder(ready(answer_type(kind)), ext_hook=_decode)
 
 
 def _encode(value: Any) -> Any:

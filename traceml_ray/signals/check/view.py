@@ -19,7 +19,6 @@ from traceml_ray.signals.finding import Finding, OnSteps, key_of, known
 from traceml_ray.signals.view import SLOW_RANKS, Run, View
 from traceml_ray.store.query import OfRun
 from traceml_ray.store.rank_processes import RankProcess, process_labels
-from traceml_ray.wire.codec import ready
 
 _EVERY_S = 30.0
 MOST_ROWS = 40
@@ -145,10 +144,6 @@ class CheckView(View[CheckResult]):
     def block(self, answer: CheckResult) -> Any:
         """Return the answer as plain values, with the rows of the table."""
         return msgspec.to_builtins(msgspec.structs.replace(answer, levels=[*table(answer).items]))
-
-    def of_block(self, block: Any) -> CheckResult:
-        """Return the answer of a block."""
-        return msgspec.convert(block or {}, ready(CheckResult))
 
     def sections(self, answer: CheckResult) -> Sequence[Section]:
         """Return what the check says, and what it measured. Nothing without a check."""

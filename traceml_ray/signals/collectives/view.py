@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import msgspec
 
@@ -29,7 +28,6 @@ from traceml_ray.signals.view import SLOW_RANKS, Run, View
 from traceml_ray.store.query import OfRun
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.wire.codec import ready
 
 _EVERY_S = 10.0
 MAX_FILES = 512
@@ -96,14 +94,6 @@ class CollectivesView(View[CollectiveTimes]):
     def polls_s(self, ranks: Mapping[int, RankProcess], world: int) -> float | None:
         """Return 10 s, once the number of ranks is known."""
         return self.every_s(ranks, world) if ranks else None
-
-    def block(self, answer: CollectiveTimes) -> CollectiveTimes:
-        """Return the answer."""
-        return answer
-
-    def of_block(self, block: Any) -> CollectiveTimes:
-        """Return the answer."""
-        return msgspec.convert(block, ready(CollectiveTimes))
 
     def sections(self, answer: CollectiveTimes) -> Sequence[Section]:
         """

@@ -58,14 +58,6 @@ class ExpertsView(View[list[ExpertLoad]]):
         """Return 30 s."""
         return 30.0 if world < SLOW_RANKS else None
 
-    def block(self, answer: list[ExpertLoad]) -> list[ExpertLoad]:
-        """Return the loads."""
-        return answer
-
-    def of_block(self, block: list[ExpertLoad]) -> list[ExpertLoad]:
-        """Return the loads."""
-        return block
-
 
 def _finding(load: ExpertLoad, explained: str | None) -> Finding:
     return Finding(

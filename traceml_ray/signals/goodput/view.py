@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import msgspec
-
 from traceml_ray import text
 from traceml_ray.analysis.hang import hangs
 from traceml_ray.analysis.step_totals import step_totals
@@ -41,7 +39,6 @@ from traceml_ray.signals.view import SLOW_RANKS, Run, View
 from traceml_ray.store.query import OfRun
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.session_file import SessionFile
-from traceml_ray.wire.codec import ready
 
 
 class GetGoodput(OfRun[Goodput], frozen=True):
@@ -165,14 +162,6 @@ class GoodputView(View[Goodput]):
     def polls_s(self, ranks: Mapping[int, RankProcess], world: int) -> float | None:
         """Return 0 s; in large jobs as `every_s`."""
         return 0.0 if world < _FEW_RANKS else self.every_s(ranks, world)
-
-    def block(self, answer: Goodput) -> Goodput:
-        """Return the answer."""
-        return answer
-
-    def of_block(self, block: Any) -> Goodput:
-        """Return the answer of a block."""
-        return block if isinstance(block, Goodput) else msgspec.convert(block or {}, ready(Goodput))
 
     def sections(self, answer: Goodput) -> Sequence[Section]:
         """Return the share of productive steps, where the rest went, and the timeline."""

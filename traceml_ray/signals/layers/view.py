@@ -231,14 +231,6 @@ class LayersView(View[Layers]):
         """Return max(30 s, 2 s × ranks): a rank takes the aggregator up to 18 ms. None above 32 ranks."""
         return max(30.0, 2.0 * world) if world <= _ASKED_RANKS else None
 
-    def block(self, answer: Layers) -> Layers:
-        """Return the layers."""
-        return answer
-
-    def of_block(self, block: Layers) -> Layers:
-        """Return the layers."""
-        return block
-
     def details(self, answer: Layers) -> Sequence[Section]:
         """Return a note that no layer takes longer on one rank, what was measured, and all layers."""
         if not answer.ranks:

@@ -30,14 +30,6 @@ class NodesView(View[System]):
         """Return median and peak of each quantity."""
         return System(nodes=_nodes(run.file))
 
-    def block(self, answer: System) -> System:
-        """Return the nodes."""
-        return answer
-
-    def of_block(self, block: System) -> System:
-        """Return the nodes."""
-        return block
-
 
 def _nodes(file: SessionFile) -> list[dict[str, Any]]:
     blocks, hostnames = [], {node.node_id: node.hostname for node in file.cluster()}

@@ -59,14 +59,6 @@ class OutputView(View[list[LastOutput]]):
         lines = lines_of(run.file, [process.id], asked.most).get(process.id, [])
         return [LastOutput(asked.rank, lines, _missing(run.file.meta(), process))]
 
-    def block(self, answer: list[LastOutput]) -> list[LastOutput]:
-        """Return the lines."""
-        return answer
-
-    def of_block(self, block: list[LastOutput]) -> list[LastOutput]:
-        """Return the lines."""
-        return block
-
     def sections(self, answer: list[LastOutput]) -> Sequence[Section]:
         """Return the lines of each rank."""
         return [Section("failure", [output_lines(output) for output in answer])]

@@ -198,14 +198,6 @@ class ShardingView(View[ShardingInfo | None]):
         strategies = {name for process in ranks.values() for name in (process.strategy or "").split("+")}
         return 30.0 if world < SLOW_RANKS and strategies & _DIVIDING else None
 
-    def block(self, answer: ShardingInfo | None) -> ShardingInfo | None:
-        """Return the answer."""
-        return answer
-
-    def of_block(self, block: ShardingInfo | None) -> ShardingInfo | None:
-        """Return the answer."""
-        return block
-
     def sections(self, answer: ShardingInfo | None) -> Sequence[Section]:
         """Return how each model is divided, and what each rank holds."""
         facts, table = sharding_facts(answer, uneven=False), sharding_table(answer)
