@@ -21,6 +21,8 @@ from traceml_ray.monitor.beside_watch import (
 )
 from traceml_ray.monitor.live_steps import RunNow
 from traceml_ray.settings import Settings
+from traceml_ray.signals.check.records import CHECKS
+from traceml_ray.signals.nodes.records import NODE
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.wire import messages as wire
 
@@ -173,3 +175,17 @@ def test_ranks_that_have_ended_are_not_looked_at() -> None:
         "node-2": {4: "process4", 5: "process5"},
     }
     assert nodes_to_check((2,), ranks) == {}
+
+
+def test_nodes_that_do_not_answer_are_counted() -> None:
+    watched = Watched()
+    watched.verdict = verdict(5)
+    watched.tick(LASTS_S + 2)
+    watched._watch.answered("node-2", [(NODE, None), (CHECKS, None)])
+    watched._watch.answered("node-0", [(NODE, None)])
+    watched.tick(30)
+    assert not watched.errors
+    watched.tick(60)
+    assert watched.errors == {"check beside the job: no answer": PEERS}
+    watched.tick(60)
+    assert watched.errors == {"check beside the job: no answer": PEERS}

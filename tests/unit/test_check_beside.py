@@ -12,6 +12,7 @@ import pytest
 from traceml_ray.signals.check.at_work import judged_beside, newest_set, together
 from traceml_ray.signals.check.judge import CheckResult, judged
 from traceml_ray.signals.check.records import BESIDE, Checked, MachineState, Measure
+from traceml_ray.signals.check.view import headline
 from traceml_ray.signals.check.wanted import (
     CoreTimes,
     CpuCounters,
@@ -67,6 +68,9 @@ def test_node_that_a_quota_holds_back_is_named_with_the_quota_as_cause() -> None
     )
     assert "The CPU quota of its container allows 1.2 of 2 cores." in slow.why
     assert result.kind == BESIDE
+    assert (
+        headline(result) == "3 nodes checked beside the job in 20 s: the CPU of node-1 is slower than peers."
+    )
 
 
 def test_one_rank_whose_cores_others_use_is_named() -> None:
@@ -86,6 +90,16 @@ def test_rank_that_wants_more_than_there_is_is_not_the_machine() -> None:
     result = judged_beside(nodes, "node-0")
     assert result.slow == [] and states(result, "node-0")["ready_time"] == "unsure"
     assert any("nothing on the node says why: its processes may want more" in one for one in result.unsure)
+
+
+def test_what_the_peers_have_as_well_is_no_reason() -> None:
+    quota = [checked(number, 0.5 if number == 1 else 0.95, state=QUOTA) for number in range(3)]
+    result = judged_beside(quota, "node-1")
+    assert result.slow == [] and states(result, "node-1")["ready_time"] == "unsure"
+    assert any("a CPU quota allows 1.2 of 2 cores; it held the check back" in note for note in result.notes)
+    busy = MachineState(cores=8, others_cores=3.0)
+    others = [checked(number, 0.5 if number == 1 else 0.95, state=busy) for number in range(3)]
+    assert judged_beside(others, "node-1").slow == []
 
 
 def test_time_that_the_hypervisor_takes_is_named() -> None:

@@ -5,6 +5,7 @@ for what the session file does not have.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -374,6 +375,7 @@ class AggregatorCore:
                     self._be_busy()
                     self.pace.reported(batch.node.node_id)
                 self._intake.accept(received, now)
+                self._beside.answered(node_id, itertools.chain(*received.of_ranks.values()))
                 self._count_lost()
         except codec.WireError as error:
             self.errors.note("ingest", error)

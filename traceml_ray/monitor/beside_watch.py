@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.live_steps import RunNow
 from traceml_ray.settings import Settings
+from traceml_ray.signals.check.beside import PERIOD_S, TRIALS
 from traceml_ray.signals.check.confirm import STRAGGLERS
-from traceml_ray.signals.check.records import BESIDE
+from traceml_ray.signals.check.records import BESIDE, CHECKS
+from traceml_ray.signals.kind import Kind
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import Value
@@ -34,6 +37,9 @@ AHEAD_S = 12.0
 """Time from the order to the first trial, in s: the order must arrive, and a process must start."""
 _ORDER_S = AHEAD_S - 2.0
 """Time for which the order is sent, in s."""
+
+_ANSWER_S = TRIALS * PERIOD_S + 30.0
+"""Time after the order in which the nodes answer, in s. An older relay does not know the order."""
 
 
 @dataclass
@@ -59,7 +65,7 @@ class _Run:
 class BesideWatch:
     """
     Watches the verdicts of the live runs, and orders checks. Only the judging thread calls `tick`; any thread
-    may call `commands`.
+    may call the rest.
 
     Args:
         settings: of the session.
@@ -78,11 +84,18 @@ class BesideWatch:
         self._orders: dict[str, wire.Command] = {}
         """The present order of each node, by node id."""
         self._until_ns = 0
+        self._waiting: set[str] = set()
+        """Nodes whose answer has not arrived yet."""
 
     def commands(self, node_id: str) -> list[wire.Command]:
         """Return the command for the relay of a node."""
         order = self._orders.get(node_id)
         return [] if order is None or self.clock() > self._until_ns else [order]
+
+    def answered(self, node_id: str, records: Iterable[tuple[Kind[Any], Any]]) -> None:
+        """Note that records have arrived from a node. Called with the writer's lock."""
+        if node_id in self._waiting and any(kind is CHECKS for kind, _ in records):
+            self._waiting.discard(node_id)
 
     def tick(self) -> None:
         """Order the check that is due. An error is counted."""
@@ -95,6 +108,9 @@ class BesideWatch:
 
     def _tick(self) -> None:
         now, live = self.clock(), self.running()
+        if self._waiting and now > self._until_ns + _ANSWER_S * 1e9:
+            self.errors.count("check beside the job: no answer", len(self._waiting))
+            self._waiting = set()
         self._runs = {one.run: self._runs.get(one.run, _Run()) for one in live}
         for one in live:
             state = self._runs[one.run]
@@ -126,7 +142,7 @@ class BesideWatch:
                 args["begin_ns"] = begin_ns - (offset if abs(offset) > bound else 0)
                 args["processes"] = " ".join(f"{rank}:{name}" for rank, name in processes.items())
                 orders[node] = wire.Command(BESIDE, args)
-            self._orders = orders
+            self._orders, self._waiting = orders, set(orders)
 
 
 def stragglers(verdict: Verdict | None) -> Iterable[tuple[int, ...]]:

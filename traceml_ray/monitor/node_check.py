@@ -49,7 +49,7 @@ class NodeCheck:
     ) -> None:
         self.errors: Counter[str] = Counter()
         self._pid, self._lock, self._wall = pid, lock, wall
-        self._run = run or self._in_process
+        self._run = run or self.in_process
         self._obeyed = set[object]()
         self._made: dict[str, list[Part]] = {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -100,8 +100,11 @@ class NodeCheck:
             with self._lock:
                 self._busy = False
 
-    def _in_process(self, plan: BesidePlan, most_s: float) -> bytes:
-        """Run the process. It inherits the priority of this thread, which has no other task."""
+    def in_process(self, plan: BesidePlan, most_s: float) -> bytes:
+        """
+        Run the process, and return its output. It inherits the priority of this thread, which is lowered.
+        Raises OSError, and `subprocess.SubprocessError` if it fails or takes longer than `most_s` seconds.
+        """
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         process = subprocess.Popen(
             [sys.executable, "-m", "traceml_ray.signals.check.beside"],

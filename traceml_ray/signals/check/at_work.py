@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 import msgspec
 
-from traceml_ray.signals.check.judge import CheckResult, in_order, judged
-from traceml_ray.signals.check.records import BESIDE, Checked
+from traceml_ray.signals.check.judge import OTHERS_CORES, CheckResult, in_order, judged, state_notes
+from traceml_ray.signals.check.records import BESIDE, Checked, MachineState
 
+_ALIKE = 0.95
+"""Part of the peers' quota from which on a quota is no smaller."""
 _TOGETHER_NS = 10_000_000_000
 """Checks of one moment begin within this time, in ns: clocks of nodes may differ."""
 
@@ -38,14 +42,40 @@ def judged_beside(checks: Sequence[Checked], node: str | None) -> CheckResult:
     machines = dict[str, Checked]()
     for check in ordered:  # nodes of one machine would measure each other
         machines.setdefault(check.host or check.node, check)
-    result = judged([*machines.values()])
-    result.notes = [*result.notes, *_not_measured(ordered)]
+    compared = [*machines.values()]
+    result = judged([msgspec.structs.replace(one, state=_own_causes(one, compared)) for one in compared])
+    result.notes = [*state_notes(compared), *_not_measured(ordered)]
     if len(machines) == 1:
         for row in result.levels:
             row.state = "no peers" if row.state == "alike" else row.state
         result.unsure = [f"There is no other machine that {ordered[0].node} can be compared with."]
         result.levels = in_order(result.levels)
     return result
+
+
+def _own_causes(check: Checked, compared: Sequence[Checked]) -> MachineState:
+    """
+    Return the state of a node without what its peers have as well: that is no reason for a difference, but a
+    rank that does more meets it sooner.
+    """
+    state, peers = check.state, [one.state for one in compared if one is not check]
+    if not peers:
+        return state
+    if _quota(state) >= _ALIKE * median(map(_quota, peers)):
+        state = msgspec.structs.replace(state, throttled_ns=None, throttled_periods=None)
+    if _of_others(state) - median(map(_of_others, peers)) < OTHERS_CORES:
+        state = msgspec.structs.replace(state, others_cores=None)
+    return state
+
+
+def _quota(state: MachineState) -> float:
+    """Return the number of cores that a node's ranks may use at most."""
+    return min(state.quota_cores or math.inf, state.cores or math.inf)
+
+
+def _of_others(state: MachineState) -> float:
+    """Return the share of the cores that processes of no rank kept busy."""
+    return (state.others_cores or 0.0) / (state.cores or 1)
 
 
 def _not_measured(checks: Sequence[Checked]) -> Iterator[str]:

@@ -103,7 +103,7 @@ makes its GPU hotter. What is slow in them is named only if the state of the nod
 """
 _CPU = "cpu_matmul", "core_matmul", "host_memory", "ready_time", "unstolen", "idle_matmul"
 _WHOLE_CPU = "cpu_matmul", "unstolen", "idle_matmul"
-_OTHERS_CORES = 0.1
+OTHERS_CORES = 0.1
 """Share of the cores that processes of no rank must have kept busy to explain a difference."""
 _BY_JOB = "sw_power_cap"
 """Reason for a lower clock that a heavier load explains as well."""
@@ -226,7 +226,7 @@ def judged(checks: Sequence[Checked], alpha: float = ALPHA) -> CheckResult:
         slow=sorted(slow, key=lambda part: -part.lower),
         levels=in_order(levels),
         unsure=_bounded([*unsure, *_without_peers(alone)]),
-        notes=_bounded([*_notes(checks)]),
+        notes=_bounded([*state_notes(checks)]),
         errors=_bounded([_error(check, error, len(checks)) for check in checks for error in check.errors]),
         nodes=len({check.node for check in checks}),
         seconds=max((check.seconds for check in checks if check.seconds is not None), default=None),
@@ -474,7 +474,8 @@ def _cause(what: What, row: Level, state: MachineState, seconds: float | None) -
     if (state.steal or 0) > _STEAL:
         cause = f"The hypervisor gave {text.share(state.steal)} of its CPU time to other machines."
         return cause, "Move the job to a machine that it does not share."
-    if row.probe == "ready_time" and (state.others_cores or 0) > _OTHERS_CORES * (state.cores or 1):
+    least = max(OTHERS_CORES, (row.lower or 0) / 2)
+    if row.probe == "ready_time" and (state.others_cores or 0) > least * (state.cores or 1):
         cause = f"Processes of no rank kept {text.number(state.others_cores, 1)} of {_cores(state)} busy."
         return cause, "Look at what else runs on the node."
     if row.probe == "ready_time":
@@ -530,7 +531,7 @@ def _cores(state: MachineState) -> str:
     return text.count(state.cores, "core") if state.cores else "its cores"
 
 
-def _notes(checks: Sequence[Checked]) -> Iterable[str]:
+def state_notes(checks: Sequence[Checked]) -> Iterable[str]:
     """Yield sentences about states that are worth knowing, whatever was measured."""
     for check in checks:
         state = check.state

@@ -43,7 +43,8 @@ def blocks(result: CheckResult, *, named: bool = True) -> list[Facts | Table]:
 def headline(result: CheckResult) -> str:
     """Return what a check says in one or two sentences."""
     nodes = text.count(result.nodes, "node")
-    took = f" in {text.duration(result.seconds)}" if result.seconds is not None else ""
+    where = " beside the job" if result.kind == BESIDE else ""
+    took = where + (f" in {text.duration(result.seconds)}" if result.seconds is not None else "")
     if result.slow:
         names = text.listed([one.name for one in result.slow[:3]], max(0, len(result.slow) - 3))
         return f"{nodes} checked{took}: {names} {'is' if len(result.slow) == 1 else 'are'} slower than peers."
