@@ -412,6 +412,55 @@ def test_a_checkpoint_says_how_many_steps_it_has(loaded: Any, expected: int | No
     assert steps_in(loaded) == expected
 
 
+# -- pauses -----------------------------------------------------------------------------------------------
+
+
+def pauses(loop: Loop) -> list[tuple[int, int]]:
+    times = loop.recorder.span_times(True)
+    assert times is not None
+    return [(span.ended - span.began, span.count) for span in times.over if span.name == "pause"]
+
+
+def test_a_pause_between_two_steps_is_recorded_if_it_is_longer_than_steps() -> None:
+    loop = Loop()
+    loop.clock.wait(9 * SECOND)  # before the first step
+    for step in range(9):
+        loop.step()
+        loop.clock.wait({4: 5 * SECOND, 7: SECOND // 2}.get(step, 1))
+    loop.recorder.replay()
+    assert pauses(loop) == [(5 * SECOND, 1)]
+
+
+def test_what_happens_in_each_step_is_no_pause() -> None:
+    loop = Loop()
+    for _ in range(9):
+        loop.step()
+        loop.clock.wait(5 * SECOND)
+    loop.step()
+    loop.recorder.replay()
+    assert pauses(loop) == []
+
+
+def test_an_optimizer_or_a_span_between_two_steps_is_no_pause() -> None:
+    loop = Loop()
+    for _ in range(4):
+        loop.step()
+    loop.data(2)
+    loop.forward(4)
+    loop.recorder.backward_begin()
+    loop.recorder.backward_end(True)
+    running = loop.recorder.optimizer_begin(False, 1)
+    loop.clock.wait(5 * SECOND)
+    loop.recorder.optimizer_end(running)
+    number = loop.recorder.steps.sums.number("upload")
+    assert number is not None and loop.recorder.span_begin(number)
+    loop.clock.wait(5 * SECOND)
+    loop.recorder.span_end(number)
+    loop.step()
+    loop.recorder.replay()
+    assert pauses(loop) == []
+
+
 # -- the records ------------------------------------------------------------------------------------------
 
 

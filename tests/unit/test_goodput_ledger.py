@@ -27,6 +27,7 @@ from traceml_ray.signals.goodput.pieces import (
     CATEGORIES,
     DATA,
     EVALUATION,
+    EXPLICIT,
     HANG,
     IDLE,
     INSIDE,
@@ -163,13 +164,13 @@ def test_the_sum_of_many_ranks_over_months_does_not_overflow() -> None:
 def test_where_intervals_overlap_the_first_kind_counts() -> None:
     pieces = [Piece(EVALUATION, 10, 30, 20), Piece(SAVE, 20, 25, 5)]
     parts = of_parts(pieces, [0, 5, 100, 100])
-    assert parts[INSIDE].tolist() == [5, 0, 15, 0]
+    assert parts[INSIDE].tolist() == [5, 0, 15, 0, 0]
 
 
 def test_intervals_that_were_joined_count_by_their_busy_time() -> None:
     pieces = [Piece(EVALUATION, 10, 110, 20, joined=True), Piece(SAVE, 20, 25, 5)]
     parts = of_parts(pieces, [0, 10, 60, 200])
-    assert parts.tolist() == [[0, 0, 0, 0], [5, 0, 10, 0], [0, 0, 10, 0]]
+    assert parts.tolist() == [[0, 0, 0, 0, 0], [5, 0, 10, 0, 0], [0, 0, 10, 0, 0]]
 
 
 _TIMES = st.integers(0, 1000)
@@ -192,7 +193,7 @@ def attempts(draw: st.DrawFn) -> Attempt:
         st.lists(
             st.builds(
                 lambda what, a, n, busy, joined: Piece(what, a, a + n, min(n, busy) if joined else n, joined),
-                st.sampled_from((SAVE, RESTORE, EVALUATION, HANG)), _TIMES, _TIMES, _TIMES, st.booleans(),
+                st.sampled_from(EXPLICIT), _TIMES, _TIMES, _TIMES, st.booleans(),
             ),
             max_size=4,
         )

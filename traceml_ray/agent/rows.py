@@ -190,6 +190,7 @@ class RowBuilder:
             "flags",
             "goes_on",
             "last_row",
+            "lengths",
             "pending",
             "ring",
             "segment",
@@ -222,6 +223,8 @@ class RowBuilder:
         """When the first row began, and when it ended."""
         self.last_row: int | None = None
         """When the newest complete row ended."""
+        self.lengths = _NEVER, _NEVER
+        """Time from the end of a row to the end of the next one, of the two newest ones, in ns."""
         self.forget()
 
     def forget(self) -> None:
@@ -361,6 +364,8 @@ class RowBuilder:
             row[POST_SYNC] = 0
             if self.first_row is None:
                 self.first_row = self.ended - sum(row), self.ended
+        if self.last_row is not None:
+            self.lengths = self.lengths[1], self.ended - self.last_row
         self.last_row = self.ended
         key = self.step << SEGMENT_BITS | self.segment
         if self.device is None:

@@ -30,6 +30,10 @@ from traceml_ray.stages import (
 )
 from traceml_ray.wire.messages import OpenStage
 
+PAUSE_SPAN = "pause"
+"""Name of a time between two steps in which nothing is known to happen, see `span_times`."""
+PAUSE_NS = 1_000_000_000
+"""Shortest such time in ns."""
 STREAMED = "exchanged on a device"
 """Reason why waits are not seen: only the device's own clock shows them."""
 
@@ -163,11 +167,24 @@ class Steps:
 
     def apply(self, mark: int, now: int) -> None:
         """Apply `mark`, made at the time `now`."""
+        if now - self.now > PAUSE_NS:
+            self._pause(now)
         self.now = now
         if mark < marks.SPANS:
             _MEANING[mark](self)
         else:
             self._span(mark)
+
+    def _pause(self, now: int) -> None:
+        """
+        Record that nothing is known of the time since the last mark, if it was between two steps, and longer
+        than both steps before. On a device the host may have waited for its queue, so it says nothing.
+        """
+        rows = self.rows
+        between = self.partition.stage == POST_SYNC and not self.spans.open and rows.last_row is not None
+        on_device = rows.device is not None or self._exchange.streamed or self._exchange.on_device
+        if between and not on_device and now - self.now > 2 * min(rows.lengths):
+            self.times.add(PAUSE_SPAN, self.now, now, rows.step)
 
     def _to(self, stage: int) -> None:
         self.partition.to(stage, self.now)

@@ -11,6 +11,7 @@ from traceml_ray.agent.marks import CHECKPOINT_SPAN, EVALUATION_SPAN, RESTORE_SP
 from traceml_ray.agent.patch.checkpoint import BESIDE
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.span_times import TimedNow, TimedSpan
+from traceml_ray.agent.steps import PAUSE_SPAN
 from traceml_ray.errors import Errors
 from traceml_ray.signals.collector import Collector, Rank
 from traceml_ray.signals.goodput.records import Life, LifeInterval, OpenInterval, What
@@ -20,6 +21,7 @@ _WHAT: dict[str, What] = {
     RESTORE_SPAN: "checkpoint_restore",
     BESIDE: "checkpoint_save_async",
     EVALUATION_SPAN: "evaluation",
+    PAUSE_SPAN: "pause",
 }
 """What each timed span is."""
 _FIRST_S, _SOON_S, _LONGEST_S = 1.0, 10.0, 300.0

@@ -26,7 +26,9 @@ from traceml_ray.signals.goodput.ledger import (
 )
 from traceml_ray.signals.goodput.pieces import (
     EVALUATION,
+    EXPLICIT,
     HANG,
+    OTHER,
     RESTORE,
     SAVE,
     UNKNOWN,
@@ -45,7 +47,12 @@ from traceml_ray.store.rank_processes import (
     world_size,
 )
 
-_CATEGORIES = {"checkpoint_save": SAVE, "checkpoint_restore": RESTORE, "evaluation": EVALUATION}
+_CATEGORIES = {
+    "checkpoint_save": SAVE,
+    "checkpoint_restore": RESTORE,
+    "evaluation": EVALUATION,
+    "pause": OTHER,
+}
 ASYNC = "checkpoint_save_async"
 _NEVER = 1 << 62
 _CHECKPOINTS = 32
@@ -130,7 +137,7 @@ class Intervals:
         return [Piece(SAVE, begin, end, end - begin) for begin, end in spans if end > begin]
 
     def parts(self, process: int, pieces: Sequence[Piece], edges: tuple[int, ...]) -> Int64:
-        """Return the time of intervals by part (3, 4) ns, see `of_parts`. It is computed if they changed."""
+        """Return the time of intervals by part (3, 5) ns, see `of_parts`. It is computed if they changed."""
         key = len(pieces), pieces[-1:], edges
         before = self._parts.get(process)
         if before is None or before[0] != key:
@@ -307,7 +314,7 @@ class _Rank(NamedTuple):
     """When it attached, when its first row ended, when its newest row ended, when it ended (ns)."""
     pieces: list[Piece]
     parts: Int64
-    """(3, 4) ns: time of the pieces, see `of_parts`."""
+    """(3, 5) ns: time of the pieces, see `of_parts`."""
     stepped: bool = False
     over: bool = False
     """Whether its process ended by itself."""
@@ -330,7 +337,7 @@ def _rank(
     if life is None:
         since = min(max(process.first_seen_ns, begin), end)
         ended = min(max(ended, since), end)
-        return _Rank((since, ended, ended, ended), [], np.zeros((3, 4), np.int64))
+        return _Rank((since, ended, ended, ended), [], np.zeros((3, len(EXPLICIT)), np.int64))
     over = not runs and life.ended_ns is not None and not process.exit_code
     edges = _edges(life, begin, end, ended, took)
     pieces, beside_ns = _pieces(process.id, life, sources.intervals, edges[3])
@@ -347,7 +354,7 @@ def _parts(
     intervals: Intervals, process: int, pieces: Sequence[Piece], edges: tuple[int, int, int, int], runs: bool
 ) -> Int64:
     """
-    Return the time of intervals by part (3, 4) ns. The edges of a rank that runs move, so that all parts are
+    Return the time of intervals by part (3, 5) ns. The edges of a rank that runs move, so that all parts are
     computed again only of intervals after its newest row.
     """
     if not pieces or not runs:

@@ -58,7 +58,7 @@ class RankMoments:
     waited_ns: Int64
     """Parts of `took_ns`: waiting for data, and for other ranks."""
     explicit: Int64
-    """(R, 3, 4) ns: intervals by part, see `of_parts`."""
+    """(R, 3, 5) ns: intervals by part, see `of_parts`."""
     others: Int64
     """(R, 3, 3) ns: time in which other ranks saved, loaded or evaluated, see `of_others`."""
     hung_ns: Int64
@@ -135,7 +135,7 @@ def _by_rank(attempt: Attempt) -> tuple[Int64, int, int]:
     after = _for_others(sums, left[AFTER], ranks.others[:, AFTER], OF_OTHERS)
     sums[:, PREPARATION] = prepared
     sums[:, PRODUCTIVE], sums[:, DATA], sums[:, WAITING] = work, data, waited
-    sums[:, OTHER] = not_rows + np.where(ranks.over, 0, after)
+    sums[:, OTHER] += not_rows + np.where(ranks.over, 0, after)
     sums[:, IDLE] = np.where(ranks.over, after, 0) + (end - ended)
     _move_wasted(sums, attempt.wasted)
     return sums, _sum(twice + excess), _sum(np.where(known, 0, not_rows))

@@ -11,11 +11,11 @@ from typing import Annotated, Literal, get_args
 from traceml_ray.signals.kind import Kind
 from traceml_ray.wire.codec import FEW, Count, Int64, Part
 
-What = Literal["checkpoint_save", "checkpoint_save_async", "checkpoint_restore", "evaluation"]
+What = Literal["checkpoint_save", "checkpoint_save_async", "checkpoint_restore", "evaluation", "pause"]
 """
 What an interval is. `checkpoint_save` and `checkpoint_restore` block the training thread.
 `checkpoint_save_async` goes on beside it, from the call to the end of the upload; the part of it that
-blocks is a `checkpoint_save`, too.
+blocks is a `checkpoint_save`, too. In a `pause` between two steps nothing is known to happen.
 """
 WHATS: tuple[What, ...] = get_args(What)
 
