@@ -368,6 +368,31 @@ def test_a_hang_that_was_resolved_is_no_waiting(tmp_path: Path) -> None:
     assert "hang" in {one.what for one in answer.timeline}
 
 
+def test_attempts_that_ended_before_the_monitor_attached_are_recovery(tmp_path: Path) -> None:
+    """The launcher starts; two attempts end early. The third one begins 30 s later."""
+    busy = Lived(tmp_path / "other")
+    busy.folder = tmp_path / "demo"
+    busy.folder.mkdir()
+    settings, facts = Settings(thresholds=LIMITS, auto_profile=0), {"launcher": "torchrun"}
+    busy.aggregator = AggregatorCore(busy.folder, settings, facts, busy.clock, busy.clock)
+    busy.again(2, 0, gap_s=30)
+    busy.step_on(10)
+    busy.killed()
+    busy.again(5, 5, gap_s=20)
+    busy.step_on(10)
+    answer = both(busy)
+    assert answer.rank_s == 4 * (30 + 16 + 20 + 16)
+    assert answer.seconds["recovery"] == 4 * (30 + 20)
+    assert [(one.attempt, one.steps, one.recovery_s) for one in answer.attempts] == [
+        (0, 0, 30),
+        (2, 10, 20),
+        (5, 10, None),
+    ]
+    assert answer.attempts[0].why == {"recovery": "2 attempts ended before the monitor attached"}
+    assert answer.attempts[1].why == {"recovery": "2 attempts ended before the monitor attached"}
+    assert {one.what for one in answer.timeline if one.attempt == 0} == {"recovery"}
+
+
 def priced(folder: Path, device: str) -> Goodput:
     """A run of 36 s of 4 ranks, in a session with a price of 100 an hour."""
     busy = Lived(folder)

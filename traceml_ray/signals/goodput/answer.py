@@ -131,7 +131,9 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     left_s: float | None = None
     """Time that the remaining steps will take, in s."""
     why: dict[str, str] = {}
-    """Why something is not known, by category; `steps` if nothing is known."""
+    """
+    Why something is not known, or not known in parts, by category; `steps` if nothing is known.
+    """
 
     @property
     def rank_hours(self) -> float:
@@ -194,6 +196,8 @@ def _reasons(one: Started, sums: Balance) -> dict[str, str]:
         reasons["productive"] = "its steps are not known, their time is in `other`"
     if one.why:
         reasons["wasted"] = one.why
+    if one.unseen:
+        reasons["recovery"] = f"{text.count(one.unseen, 'attempt')} ended before the monitor attached"
     return reasons
 
 
@@ -266,6 +270,8 @@ def _timeline(attempts: Sequence[Started]) -> list[Stretch]:
 def _phases(one: Started) -> Iterator[tuple[int, int, int]]:
     """Yield what the median rank did between the moments of its life: category, begin, end."""
     ranks, begin, end = one.attempt.ranks, one.attempt.begin_ns, one.attempt.end_ns
+    if not len(ranks.ranks):
+        return
     attached = int(np.clip(np.median(ranks.attached_ns), begin, end))
     yield STARTUP, begin, attached
     stepped = ranks.first_row_ns >= 0

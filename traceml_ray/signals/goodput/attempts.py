@@ -28,6 +28,7 @@ from traceml_ray.signals.goodput.pieces import (
     EVALUATION,
     EXPLICIT,
     HANG,
+    OF_OTHERS,
     OTHER,
     RESTORE,
     SAVE,
@@ -200,6 +201,8 @@ class Started(NamedTuple):
     repeated_steps: int = 0
     why: str = ""
     """Why it is not known which of its steps were repeated; "": it is known."""
+    unseen: int = 0
+    """Number of attempts between it and the next one of which nothing was seen, or of it and these."""
 
     @property
     def gap_ns(self) -> int | None:
@@ -230,6 +233,8 @@ class Sources(NamedTuple):
     """Whether the run is over."""
     ended: Mapping[int, int] = MappingProxyType({})
     """When processes that were killed had ended, as their relay saw it (ns), by process."""
+    launched_ns: int | None = None
+    """When the launcher was started (ns). None: not known, or it does not start the ranks at once."""
 
 
 def started(sources: Sources) -> list[Started]:
@@ -246,10 +251,50 @@ def started(sources: Sources) -> list[Started]:
         begin = max([begins[index], *(one.attempt.begin_ns for one in built[-1:])])
         until = begins[index + 1] if index + 1 < len(every) else None
         built.append(_started(sources, generation, begin, until))
+    if built and sources.launched_ns is not None:
+        built = [*_unseen(sources.launched_ns, built[0]), *built]
     following = [*(one.attempt.begin_ns for one in built[1:]), None][: len(built)]
+    numbers = [*(one.number for one in built[1:]), None][: len(built)]
     return _with_repeated(
-        [one._replace(next_ns=next_ns) for one, next_ns in zip(built, following, strict=True)]
+        [
+            one._replace(next_ns=next_ns, unseen=_between(one, number))
+            for one, next_ns, number in zip(built, following, numbers, strict=True)
+        ]
     )
+
+
+def _between(one: Started, following: int | None) -> int:
+    """Return how many attempts were not seen between one and the next, whose number is `following`."""
+    if following is None:
+        return 0
+    return max(0, following - one.number - (1 if len(one.attempt.ranks.ranks) else 0))
+
+
+def _unseen(launched_ns: int, first: Started) -> list[Started]:
+    """
+    Return an attempt without length for those before the `first` one: their processes ended before the
+    monitor attached, so the time since the launch is the recovery after it.
+    """
+    begin = min(launched_ns, first.attempt.begin_ns)
+    if first.number < 1 or begin == first.attempt.begin_ns:
+        return []
+    none: Int64 = np.zeros(0, np.int64)
+    ranks = RankMoments(
+        ranks=none,
+        attached_ns=none,
+        first_row_ns=none,
+        last_row_ns=none,
+        ended_ns=none,
+        over=np.zeros(0, np.bool_),
+        took_ns=none,
+        data_ns=none,
+        waited_ns=none,
+        explicit=np.zeros((0, 3, len(EXPLICIT)), np.int64),
+        others=np.zeros((0, 3, len(OF_OTHERS)), np.int64),
+        hung_ns=np.zeros((0, 2), np.int64),
+    )
+    attempt, progress = Attempt(begin, begin, first.attempt.world, ranks), Progress(None, None)
+    return [Started(attempt, 0, None, np.zeros((0, 3), np.int64), {}, 0, progress)]
 
 
 def _born(process: RankProcess, life: Life | None) -> int:

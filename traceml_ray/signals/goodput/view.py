@@ -57,6 +57,8 @@ class Read(NamedTuple):
     ended: Mapping[int, int] = MappingProxyType({})
     """When rank processes that were killed had ended (ns), by process."""
     price: float | None = None
+    launched_ns: int | None = None
+    """When torchrun was started (ns). None: another launcher."""
 
 
 WORDS = {
@@ -106,7 +108,7 @@ class GoodputView(View[Goodput]):
 
     def read(self, file: SessionFile, before: Any) -> Read:
         """Read the hangs of a run (new verdicts), when its processes ended (new events), and the price."""
-        known = before or Read(price=_price(file.meta()))
+        known = before or _facts(file.meta())
         verdicts, cursor = file.verdicts(known.cursor)
         new = {one["began_ns"]: one for one in verdicts if one.get("began_ns") and one["label"] == "hang"}
         events, events_cursor = file.events(known.events_cursor, brief=True)
@@ -135,6 +137,7 @@ class GoodputView(View[Goodput]):
             _hangs(run.read),
             run.over,
             {} if run.read is None else run.read.ended,
+            None if run.read is None else run.read.launched_ns,
         )
         devices = {work.facts.get(process, {}).get("device") for process in of_rank.values()} - {None}
         return goodput(
@@ -174,6 +177,12 @@ class GoodputView(View[Goodput]):
     def brief(self, answer: Goodput) -> Facts:
         """Return the share of productive steps, and what costs most besides."""
         return Facts(("Goodput", _sentence(answer))) if answer.rank_s else Facts()
+
+
+def _facts(meta: Mapping[str, Any]) -> Read:
+    """Return what the facts of a session say."""
+    launched_ns = meta.get("started_at") if meta.get("launcher") == "torchrun" else None
+    return Read(price=_price(meta), launched_ns=launched_ns if isinstance(launched_ns, int) else None)
 
 
 def _price(meta: Mapping[str, Any]) -> float | None:
