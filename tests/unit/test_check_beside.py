@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from played import Played
+from sessions import LIMITS
 
+from traceml_ray.monitor import beside_watch
+from traceml_ray.reports.summary import summarize
+from traceml_ray.settings import Settings
 from traceml_ray.signals.check.at_work import judged_beside, newest_set, together
 from traceml_ray.signals.check.judge import CheckResult, judged
 from traceml_ray.signals.check.records import BESIDE, Checked, MachineState, Measure
@@ -21,6 +26,12 @@ from traceml_ray.signals.check.wanted import (
     core_times,
 )
 from traceml_ray.signals.nodes.records import GpuSample
+from traceml_ray.stages import FORWARD
+from traceml_ray.store import query
+from traceml_ray.store.session_file import SessionFile
+from traceml_ray.wire import codec
+from traceml_ray.wire import messages as wire
+from traceml_ray.wire.codec import encode_part
 
 NOISE = 1.0, 1.004, 0.997, 1.002, 0.999, 1.001, 0.998, 1.003, 1.0, 0.996
 QUOTA = MachineState(cores=2, quota_cores=1.2, throttled_ns=4_000_000_000, throttled_periods=90)
@@ -244,3 +255,46 @@ def test_threads_of_ranks_and_their_children_are_read(tmp_path: Path) -> None:
 def test_threads_of_this_process_are_read() -> None:
     reading = RankThreads({0: os.getpid()}).read()
     assert reading.ranks[0].keys() >= {threading.get_native_id()} or not reading.ranks[0]
+
+
+# -- from the verdict to the answer ----------------------------------------------------------------
+
+
+def test_straggler_that_lasts_is_confirmed_by_what_the_relays_of_the_nodes_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside_watch, "LASTS_S", 4.0)
+    job = Played(tmp_path, late=5, stage=FORWARD, onset=10, gpus=0)
+    job.aggregator._beside.settings = Settings(confirm=BESIDE)
+    for _ in range(16):
+        job.play()
+    orders = {}
+    for node, relay in enumerate(job.relays):
+        reply = codec.decode(job.aggregator.ingest(relay.message()), wire.RelayReply)
+        (orders[node],) = [command for command in reply.commands if command.name == BESIDE]
+        ranks = {
+            int(rank): name for rank, _, name in map(_split, str(orders[node].args["processes"]).split())
+        }
+        assert ranks == {rank: job.ranks[rank].process_id for rank in range(4 * node, 4 * node + 4)}
+        got, others = (
+            (0.99, 0.6 if node else 0.98, 0.99, 0.97),
+            MachineState(cores=8, others_cores=4.0 * node),
+        )
+        record = checked(node, *got, t_ns=job.clock.now, about=5, state=others)
+        answer = {ranks[4 * node]: {"check": [encode_part(record)]}}
+        job.aggregator.ingest(relay.message(of_ranks=answer))
+    assert orders[0].args["begin_ns"] == orders[1].args["begin_ns"]
+    for _ in range(4):
+        job.play()
+    live = query.ask_one(job.aggregator.query, query.GetVerdict())
+    assert live is not None and live.ranks == [5] and live.confirmed
+    assert "Confirmed by a check beside training: Rank 5 of host-1 gets 39 % less" in live.why
+    job.aggregator.commit()
+    with SessionFile(tmp_path / "session.sqlite") as file:
+        summary = summarize(file, LIMITS)
+    assert summary.verdict is not None and summary.verdict.confirmed
+    assert not job.aggregator.errors
+
+
+def _split(word: str) -> tuple[str, str, str]:
+    return word.partition(":")
