@@ -185,6 +185,8 @@ def parsed(data: bytes, rank: int, written_ns: int | None = None) -> RankCollect
 
     Raises ValueError for data that are no dump.
     """
+    if not data:
+        raise ValueError("the file is empty")
     content = _plain(data)
     if isinstance(content, list):  # version 1 before torch 2.3: the entries alone
         content = {"entries": content}
@@ -250,7 +252,7 @@ def _check(data: bytes) -> None:
             position += 5 + length
         elif code == b"\x8c":  # text, of up to 255 bytes
             position += 2 + int.from_bytes(data[position + 1 : position + 2], "little")
-        elif code == b"":
+        elif not data.endswith(b"."):
             raise ValueError("a pickle that is cut off")
         else:
             raise ValueError(f"a pickle with more than plain data (operation {code!r}); it is not loaded")

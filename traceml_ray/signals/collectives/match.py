@@ -355,7 +355,7 @@ def _as_absent(table: CallTable, absent: _Absent, hang: bool) -> Mismatch:
     else:
         kind = "late" if known else "no_answer"
     op, place = _op_and_place(table, wait)
-    instead, where = _instead(table, wait.group, named[0])
+    instead, where = _instead(table, wait.group, named)
     sure = ended or (hang and kind != "no_answer" and len(named) < len(table.members(wait.group)) / 2)
     waiting = others if kind != "behind" or wait.rank in others else named
     if waiting == named:
@@ -397,23 +397,25 @@ def _shifts(
     return (pair, shifted) if shifted is not None else None
 
 
-def _instead(table: CallTable, group: str, rank: int) -> tuple[str, str | None]:
-    """Return what a rank does that did not join, for a person, and where."""
+def _instead(table: CallTable, group: str, named: Sequence[int]) -> tuple[str, str | None]:
+    """Return what the first of ranks does that did not join, for a person, and where."""
+    rank = named[0]
+    who, its = ("it", "its") if len(named) == 1 else (f"rank {rank}", f"rank {rank}'s")
     report = table.ranks.get(rank)
     if report is None:
-        return "nothing is known of it", None
+        return f"nothing is known of {'it' if len(named) == 1 else 'them'}", None
     calls = table.groups[group].get(rank)
     last = table.place(calls, len(calls.seqs) - 1) if calls and calls.seqs else None
-    number = f"its last call there is number {calls.newest:,}{_at(last)}" if calls and calls.seqs else ""
+    number = f"{its} last call there is number {calls.newest:,}{_at(last)}" if calls and calls.seqs else ""
     if report.ended:
-        return ", ".join(filter(None, ("it has ended", report.ending, number))), last
+        return ", ".join(filter(None, (f"{who} has ended", report.ending, number))), last
     if report.call and report.where:
-        return f"it waits in {report.call}, {report.where}", report.where
+        return f"{who} waits in {report.call}, {report.where}", report.where
     if report.where:
-        return f"it is in {report.where}", report.where
+        return f"{who} is in {report.where}", report.where
     pending = table.pending_peers.get(rank)
     if pending:
-        return f"it waits in {_in(pending[0].op, pending[0].where)}", pending[0].where
+        return f"{who} waits in {_in(pending[0].op, pending[0].where)}", pending[0].where
     return number, last
 
 
@@ -424,10 +426,11 @@ def _next_absent(kind: Kind, named: Sequence[int], ended: bool) -> str:
     if ended:
         return f"Look at how {who} ended. If it was no error: give every rank the same number of steps."
     if kind == "no_answer":
-        return f"Look at the process and the machine of {who}: there is no record of its calls."
+        return f"Look at the process and the machine of {who}: there is no record of {_its(named)} calls."
     if kind == "late":
         return f"If it does not continue, look at what {who} {does}: the others wait for it."
-    return f"Look at what {who} {does} instead, and why it takes another way through the code."
+    takes = "they take" if len(named) > 1 else "it takes"
+    return f"Look at what {who} {does} instead, and why {takes} another way through the code."
 
 
 def _as_unknown(table: CallTable, wait: Wait) -> Mismatch:
@@ -493,6 +496,10 @@ def _at(where: str | None) -> str:
 
 def _capital(ranks: Sequence[int]) -> str:
     return text.ranks(ranks).capitalize()
+
+
+def _its(ranks: Sequence[int]) -> str:
+    return "its" if len(ranks) == 1 else "their"
 
 
 def _others(ranks: Sequence[int]) -> str:
