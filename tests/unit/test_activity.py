@@ -116,17 +116,28 @@ def test_thread_that_computes_without_python_is_not_still() -> None:
     [
         ({}, False),
         ({"stack": ((1, 3),)}, True),
-        ({"switches": 10 + RUNS - 1, "core_ns": 9_000_000, "started_s": 1.02, "started_bytes": 400}, False),
-        ({"core_ns": 150_000_000}, True),
+        ({"switches": 10 + RUNS - 1, "core_ns": 9_000_000, "started_s": 1.1, "started_bytes": 400}, False),
+        ({"core_ns": 700_000_000}, True),
         ({"core_ns": None}, False),
-        ({"started_s": 1.3}, True),
+        ({"started_s": 1.7}, True),
         ({"started_s": 0.0, "started_bytes": 0}, False),
         ({"started_bytes": MIN_BYTES}, True),
+        ({"awaited_switches": RUNS}, True),
     ],
 )
 def test_what_counts_as_work(changed: dict[str, Any], moved: bool) -> None:
-    before = ThreadLook(t_s=100.0, stack=((1, 2),), switches=10, core_ns=0, started_s=1.0, started_bytes=0)
-    assert has_moved(before, before._replace(t_s=100.5, **changed)) == moved
+    first = ThreadLook(100.0, ((1, 2),), 10, 0, 1.0, 0, 0)
+    before = [first._replace(t_s=100.0 + i / 2) for i in range(6)]
+    assert has_moved(before, first._replace(t_s=103.0, **changed)) == moved
+
+
+def test_work_with_pauses_of_a_second_is_seen_over_some_looks() -> None:
+    """A batch each second: two looks in turn have at most one pause between them."""
+    looks = [ThreadLook(100.0 + i / 2, ((1, 2),), 10 + i // 2, 0, 0.0, 0, 0) for i in range(7)]
+    assert not has_moved(looks[2:3], looks[3])
+    assert has_moved(looks[:6], looks[6])
+    waits = [look._replace(switches=10 + i // 6) for i, look in enumerate(looks)]
+    assert not has_moved(waits[:6], waits[6]), "a wait that wakes up every three seconds"
 
 
 def test_thread_in_a_debugger_is_not_still() -> None:

@@ -12,7 +12,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -21,16 +23,18 @@ from traceml_ray.agent.stacks import current_frames, python_threads
 
 OPEN_NS = 3_000_000_000
 """Time in one stage after which the training thread is looked at, in ns."""
+SPAN_S = 3.0
+"""Time over which looks are compared, in s: who works may sleep for a second now and then."""
 RUNS = 2
 """
-Number of times that a thread must have given up its core between two looks: some waits wake up every few
+Number of times that a thread that works has given up its core in this time. Some waits wake up every few
 seconds.
 """
 SHARE = 0.2
-"""Share of the time between two looks for which something that works needs a core."""
-MIN_BYTES = 64 * 1024
-"""Number of bytes that a started process that works reads and writes between two looks."""
-_MAX_FRAMES, _MAX_PROCESSES = 200, 64
+"""Share of this time for which something that works needs a core."""
+MIN_BYTES = 256 * 1024
+"""Number of bytes that a started process that works reads and writes in this time."""
+_MAX_FRAMES, _MAX_PROCESSES, _MAX_THREADS, _MAX_LOOKS = 200, 64, 64, 8
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd.py", "/pydevd_frame.py", "/pydevd_sys_monitoring.py")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -49,6 +53,8 @@ class ThreadLook(NamedTuple):
     """CPU time of the processes that it has started."""
     started_bytes: int
     """Bytes that these have read and written."""
+    awaited_switches: int
+    """How often those started in this stage have given up a core: the thread may wait for one of them."""
 
 
 class Activity:
@@ -61,7 +67,7 @@ class Activity:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._last: ThreadLook | None = None
+        self._looks: deque[ThreadLook] = deque(maxlen=_MAX_LOOKS)
         self._moved: float | None = None
 
     def look(self, owner: int | None, open_ns: int) -> None:
@@ -72,15 +78,20 @@ class Activity:
             owner: identifier of the thread. None: the main thread.
             open_ns: time since the thread has entered its stage, in ns.
         """
-        now, before = self._clock(), self._last
+        now = self._clock()
         entered = now - open_ns / 1e9
         self._moved = entered if self._moved is None else max(self._moved, entered)
         owner = owner if owner is not None else threading.main_thread().ident
         frame = current_frames().get(owner or -1) if open_ns > OPEN_NS else None
-        self._last = None if frame is None else _look(frame, owner, now)
-        moved = before is not None and self._last is not None and has_moved(before, self._last)
-        if moved or (frame is not None and _in_debugger(frame)):
+        if frame is None:
+            self._looks.clear()
+            return
+        look = _look(frame, owner, now, open_ns / 1e9)
+        while len(self._looks) > 1 and self._looks[1].t_s <= now - SPAN_S:
+            self._looks.popleft()
+        if _in_debugger(frame) or (self._looks and has_moved(self._looks, look)):
             self._moved = now
+        self._looks.append(look)
 
     @property
     def still_s(self) -> float | None:
@@ -88,23 +99,24 @@ class Activity:
         return None if self._moved is None else self._clock() - self._moved
 
 
-def _look(frame: FrameType, owner: int | None, now: float) -> ThreadLook:
+def _look(frame: FrameType, owner: int | None, now: float, open_s: float) -> ThreadLook:
     thread = python_threads().get(owner or -1)
     native = thread.native_id if thread is not None else None
-    return ThreadLook(now, _stack(frame), _switches(native), _core_ns(native), *_started(native))
+    return ThreadLook(now, _stack(frame), _switches(native), _core_ns(native), *_started(native, open_s))
 
 
-def has_moved(before: ThreadLook, look: ThreadLook) -> bool:
-    """Return whether something was done between two looks."""
-    needed_s = SHARE * (look.t_s - before.t_s)
-    switches = _more(before.switches, look.switches)
-    core_s = _more(before.core_ns, look.core_ns) / 1e9
-    started_s = look.started_s - before.started_s
+def has_moved(before: Sequence[ThreadLook], look: ThreadLook) -> bool:
+    """Return whether something was done between the first of the looks `before`, or the last, and `look`."""
+    first = before[0]
+    needed_s = SHARE * (look.t_s - first.t_s)
+    core_s = _more(first.core_ns, look.core_ns) / 1e9
+    started_s = look.started_s - first.started_s
     return (
-        look.stack != before.stack
-        or switches >= RUNS
+        look.stack != before[-1].stack
+        or _more(first.switches, look.switches) >= RUNS
+        or look.awaited_switches - first.awaited_switches >= RUNS
         or (needed_s > 0 and (core_s >= needed_s or started_s >= needed_s))
-        or look.started_bytes - before.started_bytes >= MIN_BYTES
+        or look.started_bytes - first.started_bytes >= MIN_BYTES
     )
 
 
@@ -133,10 +145,13 @@ def _in_debugger(frame: FrameType) -> bool:
 def _switches(native: int | None) -> int | None:
     """Return how often a thread has given up its core by itself. None: not known."""
     try:
-        status = Path(f"/proc/self/task/{native}/status").read_bytes()
-        return int(status.partition(b"\nvoluntary_ctxt_switches:")[2].split()[0])
+        return _switches_in(Path(f"/proc/self/task/{native}/status"))
     except Exception:  # no /proc, or a thread that Python does not know
         return None
+
+
+def _switches_in(status: Path) -> int:
+    return int(status.read_bytes().partition(b"\nvoluntary_ctxt_switches:")[2].split()[0])
 
 
 def _core_ns(native: int | None) -> int | None:
@@ -148,22 +163,32 @@ def _core_ns(native: int | None) -> int | None:
         return None
 
 
-def _started(native: int | None) -> tuple[float, int]:
-    """Return the CPU time of the processes that a thread has started, in s, and the bytes of their files."""
-    seconds, size = 0.0, 0
+def _started(native: int | None, open_s: float) -> tuple[float, int, int]:
+    """
+    Look at the processes that a thread has started.
+
+    Returns their CPU time in s, the bytes that they have read and written, and how often the threads of those
+    that are at most `open_s` s old have given up a core.
+    """
+    seconds, size, switches = 0.0, 0, 0
     pending, seen = _children(os.getpid(), native), 0
+    since_s = time.clock_gettime(time.CLOCK_BOOTTIME) - open_s
     while pending and seen < _MAX_PROCESSES:
         process = pending.pop(0)
         seen += 1
         pending += _children(process, process)
+        folder = Path(f"/proc/{process}")
         try:
-            times = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
-            seconds += sum(map(int, times[11:15])) / _TICKS
-            lines = Path(f"/proc/{process}/io").read_bytes().split()
-            size += int(lines[1]) + int(lines[3])
+            fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+            seconds += sum(map(int, fields[11:15])) / _TICKS
+            words = (folder / "io").read_bytes().split()
+            size += int(words[1]) + int(words[3])
+            if int(fields[19]) / _TICKS >= since_s:
+                threads = islice((folder / "task").iterdir(), _MAX_THREADS)
+                switches += sum(_switches_in(one / "status") for one in threads)
         except Exception:  # it has ended, or is another user's
             continue
-    return seconds, size
+    return seconds, size, switches
 
 
 def _children(process: int, native: int | None) -> list[int]:

@@ -224,12 +224,17 @@ def _shifted(
     position = source.index(shifted.seq) or 0
     call = _in(table.signature(source, position).op, table.place(source, position))
     number = abs(shifted.skipped)
-    what = f"call {shifted.seq:,}" if number == 1 else f"{number} calls, from number {shifted.seq:,} on"
+    more = " more than the others" if shifted.skipped < 0 else ""
+    what = (
+        f"call {shifted.seq:,}{more}"
+        if number == 1
+        else f"{number} calls{more}, from number {shifted.seq:,} on"
+    )
     who = text.ranks(ranks)
     who = who[0].upper() + who[1:]
     if shifted.skipped > 0:
         return f"{who} skipped {what}: {call}."
-    return f"{who} made {what} more than the others: {call}."
+    return f"{who} made {what}: {call}."
 
 
 # Different roots of the same call
