@@ -518,6 +518,26 @@ def test_life_of_a_process_from_its_birth_to_its_end() -> None:
     assert not rank.errors
 
 
+def test_a_life_stays_as_long_as_it_is_when_the_wall_clock_is_set_back() -> None:
+    rank = Reported()
+    set_back, clock = [0], rank.clock
+    began = clock.now
+    rank.report = LifeReport(rank.loop.recorder, rank.errors, wall_ns=lambda: WALL + clock.now - set_back[0])
+    rank.report.install()
+    rank.clock.wait(5 * SECOND)
+    rank.loop.step()
+    rank.collect()
+    set_back[0] = 3600 * SECOND
+    rank.clock.wait(5 * SECOND)
+    rank.loop.step()
+    rank.collect(final=True)
+    before, after = rank.lives[0], rank.lives[-1]
+    assert after.born_ns is not None and before.born_ns is not None and after.last_row_ns is not None
+    assert before.attached_ns - after.attached_ns == before.born_ns - after.born_ns == 3600 * SECOND
+    assert after.ended_ns == after.t_ns == after.attached_ns + clock.now - began
+    assert after.attached_ns < after.last_row_ns <= after.ended_ns
+
+
 def test_what_is_going_on_is_known_before_it_is_over() -> None:
     """A process that is killed during a checkpoint has said that it was writing one."""
     rank = Reported()

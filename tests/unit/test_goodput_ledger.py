@@ -61,6 +61,7 @@ def attempt(
     wasted: float | None = 0.0,
     hung: tuple[int, int] = (0, 0),
     others: Any = None,
+    before: int = 0,
 ) -> Attempt:
     """An attempt of ranks with these moments (attached, first row, newest row, ended), in s."""
     moments = np.array(marks or ((10, 20, 90, 95),), np.int64).T
@@ -77,7 +78,8 @@ def attempt(
     sums = [np.full(count, UNKNOWN if rows is None else rows[place] * S, np.int64) for place in range(3)]
     known = np.where(moments < 0, UNKNOWN, moments * S)
     table = RankMoments(
-        np.arange(count), *known, over=np.full(count, over), took_ns=sums[0], data_ns=sums[1],
+        np.arange(count), known[0], np.full(count, before * S), *known[1:],
+        over=np.full(count, over), took_ns=sums[0], data_ns=sums[1],
         waited_ns=sums[2], explicit=explicit,
         others=np.array(others or np.zeros((count, 3, 3)), np.int64) * S,
         hung_ns=np.full((count, 2), hung, np.int64) * S,
@@ -200,7 +202,7 @@ def attempts(draw: st.DrawFn) -> Attempt:
     )  # fmt: skip
     edges = sorted(draw(st.lists(_TIMES, min_size=4, max_size=4)))
     ranks = RankMoments(
-        np.arange(count), *(array(draw(times)) for _ in range(4)),
+        np.arange(count), *(array(draw(times)) for _ in range(5)),
         over=np.array(draw(st.lists(st.booleans(), min_size=count, max_size=count))),
         took_ns=took, data_ns=np.where(took < 0, UNKNOWN, np.maximum(data, 0)),
         waited_ns=np.where(took < 0, UNKNOWN, np.maximum(waited, 0)),
@@ -324,3 +326,8 @@ def test_what_a_checkpoint_says_counts_if_one_with_so_many_steps_was_saved() -> 
     assert first(160, saved_steps=both_saved).step == 80  # it counts something else: what was saved last
     assert first(20, saved_steps=both_saved).step == 80
     assert first(20, saved_steps=frozenset((80,)), joined=True).step == 20
+
+
+def test_a_process_that_replaced_another_did_not_start_for_as_long_as_that_lived() -> None:
+    sums = seconds(balance(attempt((60, 65, 90, 95), rows=(20, 0, 0), before=57)))
+    assert (sums[STARTUP], sums[OTHER], sums[PREPARATION]) == (3, 57 + 5, 5)

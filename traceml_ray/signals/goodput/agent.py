@@ -66,8 +66,9 @@ class LifeReport(Collector):
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._recorder, self._errors, self._wall_ns = recorder, errors, wall_ns
-        self._part_of_run_ns, self._attached_ns = part_of_run_ns, wall_ns()
-        self._born_ns: int | None = None
+        self._part_of_run_ns, self._attached = part_of_run_ns, recorder.clock()
+        self._born: int | None = None
+        """When it attached and when the process was started, in ns on the clock of the marks."""
         self._lost = 0
         self._began: int | None = None
         self._due = self._sent = 0
@@ -84,7 +85,10 @@ class LifeReport(Collector):
         born = born_ns()
         if born is not None and self._part_of_run_ns is not None:
             born = max(born, self._part_of_run_ns)
-        self._born_ns, self._attached_ns = born, max(self._attached_ns, born or 0)
+        if born is not None:
+            # the wall clock may be set while the process runs: then both move with it, as all other times do
+            self._born = born - self._wall_ns() + self._recorder.clock()
+            self._attached = max(self._attached, self._born)
 
     def collect(self, final: bool) -> list[LifeInterval | Life]:
         """Return the intervals that are over, and the life if it has changed or is due."""
@@ -130,8 +134,8 @@ class LifeReport(Collector):
         first, last = times.first_row, times.last_row
         return Life(
             times.now + wall,
-            self._attached_ns,
-            self._born_ns,
+            self._attached + wall,
+            None if self._born is None else self._born + wall,
             None if first is None else first[0] + wall,
             None if first is None else first[1] + wall,
             None if last is None else last + wall,

@@ -282,6 +282,7 @@ def _unseen(launched_ns: int, first: Started) -> list[Started]:
     ranks = RankMoments(
         ranks=none,
         attached_ns=none,
+        before_ns=none,
         first_row_ns=none,
         last_row_ns=none,
         ended_ns=none,
@@ -330,6 +331,7 @@ def _started(sources: Sources, generation: Sequence[RankProcess], begin: int, un
     table = RankMoments(
         ranks=np.array([*of_rank], np.int64),
         attached_ns=edges[:, 0],
+        before_ns=_before(generation, of_rank, begin, sources),
         first_row_ns=np.where(stepped, edges[:, 1], UNKNOWN),
         last_row_ns=edges[:, 2],
         ended_ns=edges[:, 3],
@@ -350,6 +352,21 @@ def _started(sources: Sources, generation: Sequence[RankProcess], begin: int, un
     progress = _progress(of_rank, sources, columns)
     async_ns = sum(row.beside_ns for row in rows)
     return Started(attempt, attempt_of(generation[0]), until, columns, pieces, async_ns, progress)
+
+
+def _before(
+    generation: Sequence[RankProcess], of_rank: Mapping[int, RankProcess], begin: int, sources: Sources
+) -> Int64:
+    """Return the time in ns from `begin` to the start of each process that replaced one, else 0 (R,)."""
+    first: dict[int | None, int] = {}
+    for process in generation:
+        first.setdefault(process.rank, process.id)
+    lives = sources.lives.by_process
+    late = [
+        max(0, _born(process, lives.get(process.id)) - begin) if first[rank] != process.id else 0
+        for rank, process in of_rank.items()
+    ]
+    return np.array(late, np.int64)
 
 
 class _Rank(NamedTuple):

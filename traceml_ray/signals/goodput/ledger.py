@@ -44,6 +44,11 @@ class RankMoments:
 
     ranks: Int64
     attached_ns: Int64
+    before_ns: Int64
+    """
+    Time at the begin of the attempt in which another process was the rank: this one replaced it. What that
+    did is not known.
+    """
     first_row_ns: Int64
     """When the first row ended. UNKNOWN: there is no complete row."""
     last_row_ns: Int64
@@ -125,7 +130,8 @@ def _by_rank(attempt: Attempt) -> tuple[Int64, int, int]:
         np.where(known & stepped, part, 0) for part in (ranks.took_ns, ranks.data_ns, ranks.waited_ns)
     )
     last = np.clip(np.maximum(ranks.last_row_ns, first + took), first, ended)
-    sums[:, STARTUP] = attached - begin
+    sums[:, OTHER] = np.clip(ranks.before_ns, 0, attached - begin)
+    sums[:, STARTUP] = attached - begin - sums[:, OTHER]
     left, twice = _explicit_parts(ranks, sums, (first - attached, last - first, ended - last))
     work, data, waited, excess = _in_rows(ranks, took, data, waited, left[INSIDE])
     not_rows = left[INSIDE] - work - data - waited
