@@ -19,6 +19,7 @@ from traceml_ray.reports.headlines import (
     part_of,
     sign_of,
     tone_of,
+    unsaid,
     wasted,
 )
 from traceml_ray.signals.finding import Finding
@@ -350,8 +351,12 @@ def _actions(header: Mapping[str, Any], route: Route, began: str) -> list[Any]:
     chips: list[Any] = [evidence_link(anomaly, route) for anomaly in verdict.machine or ()]
     if first.rank is not None:
         chips.append(link(f"Open rank {first.rank}", route.to("rank", first.rank), "chip"))
-    if (page := page_of(first.subject)) is not None:
-        chips.append(link(f"Open {_TABS[page].lower()}", route.to(page), "chip"))
+    listed = header["findings"]
+    rest = {one.key for one in unsaid(listed)}
+    evidence = [one.signal for one in listed if one.key not in rest]
+    for page in dict.fromkeys(map(page_of, (first.subject, *evidence))):
+        if page is not None:
+            chips.append(link(f"Open {_TABS[page].lower()}", route.to(page), "chip"))
     return [*chips, copying("Copy as text", copied, view)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from played import Played
+from played import Played, session_of
 from sessions import LIMITS, Clock, aggregation, identity, stored
 
 from traceml_ray.reports.headlines import beside
@@ -19,11 +19,14 @@ from traceml_ray.signals.check.records import BESIDE, Checked, MachineState, Mea
 from traceml_ray.signals.check.view import GetCheck
 from traceml_ray.signals.live import Ranks
 from traceml_ray.signals.nodes.records import GpuSample
+from traceml_ray.sinks.figures import _run_metrics
 from traceml_ray.stages import FORWARD
 from traceml_ray.store import query
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.store.results import LiveVerdict
 from traceml_ray.store.session_file import SessionFile
+from traceml_ray.terminal.panel import panel
+from traceml_ray.terminal.snapshot import Choice, take_snapshot
 
 _TRIALS = 1.0, 1.002, 0.998, 1.001, 0.999, 1.0
 _LATE = 5
@@ -162,6 +165,21 @@ def test_what_the_verdict_says_is_not_said_again_beside_it(tmp_path: Path) -> No
     straggler, slow = findings
     assert (slow.label, slow.explains) == ("slow_device", straggler.key)
     assert slow.why in straggler.why and beside(findings, straggler.key) == []
+    poll = session_of(job)
+    for pane in ("overview", "signals"):
+        for _ in range(2):
+            poll.poll()
+            shown = poll.make(lambda name=pane: take_snapshot(poll, poll.newest, Choice(name)))[1]
+        screen = " ".join(line.plain.strip("│ ") for line in panel(shown, Choice(pane), 200, 60))
+        assert screen.count("multiplies 14 %") == 1, pane
+    run = poll.newest
+    assert run is not None
+    (gauge,) = [one for one in _run_metrics(run) if one.name.endswith("verdict_confirmed")]
+    assert gauge.series == [(("job",), 1.0)]
+    job.end()
+    for name in ("report.txt", "report.html"):
+        words = " ".join((tmp_path / name).read_text().split())
+        assert words.count("multiplies 14 %") == 1, name
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from traceml_ray.document.step_clock import StepClock
 from traceml_ray.document.text import LABEL, shortened
 from traceml_ray.reports import contents
 from traceml_ray.reports.deaths import exit_words, place_words
-from traceml_ray.reports.headlines import change, current_episode, named
+from traceml_ray.reports.headlines import change, current_episode, named, unsaid
 from traceml_ray.reports.kpis import kpis
 from traceml_ray.reports.profiles import profile_facts
 from traceml_ray.reports.run_facts import alike, deaths_of, moment
@@ -158,7 +158,7 @@ def _blocks(
 
 def _findings(chart_data: ChartData) -> Iterator[Section]:
     """Yield the section of the findings besides the verdict."""
-    yield Section(blocks=[contents.findings_table(chart_data.summary.findings)])
+    yield Section(blocks=[contents.findings_table(unsaid(chart_data.summary.findings))])
 
 
 def _ranks(chart_data: ChartData) -> Iterator[Section]:

@@ -119,6 +119,9 @@ def _run_metrics(run: RunState) -> Iterator[Family]:
         cost = verdict.cost_pct if verdict.label != "healthy" else 0.0
         about = "Cost of what the verdict names, as a share of the time since it began, or of the run."
         yield _gauge("verdict_cost", about, ["run"], [((name,), cost and cost / 100)], "ratio")
+        confirmed = None if verdict.confirmed is None else float(verdict.confirmed)
+        about = "1 if a check confirms that the machines of the named ranks are slow, 0 if they are not."
+        yield _gauge("verdict_confirmed", about, ["run"], [((name,), confirmed)])
     ranks = {"expected": run.world or None, "reporting": len(run.reporting())}
     series_of = [((name, which), count) for which, count in ranks.items()]
     yield _gauge("ranks", "Ranks of the run.", ["run", "which"], series_of)

@@ -30,6 +30,7 @@ from traceml_ray.document.terminal import (
     wrap,
 )
 from traceml_ray.reports.contents import sinks_table
+from traceml_ray.reports.headlines import unsaid
 from traceml_ray.signals.finding import Finding
 from traceml_ray.signals.views import PAGES, VIEWS, sections_of
 from traceml_ray.terminal.sections import DRAWN_STEPS, events, of_steps, output, stages_of
@@ -180,7 +181,8 @@ def signals_pane(snapshot: PanelState, choice: Choice, width: int) -> list[PaneS
     worst, panes = choice.sort == "time", list[PaneSection]()
     for name, answer in snapshot.answers.items():
         view = VIEWS[name]
-        findings = _findings(view.findings(answer, steps, verdict), width)
+        mine = unsaid([*steps, *view.findings(answer, steps, verdict)])[len(steps) :]
+        findings = _findings(mine, width)
         content = [*view.details(answer)]
         panes += section_panes(text.words(name), findings, content, width, choice.scroll, worst)
     return panes or [PaneSection(choice.pane.upper(), lambda _: [Text("Nothing is known yet.")], 1)]

@@ -153,8 +153,8 @@ class CheckView(View[CheckResult]):
         return [Section("tables", blocks(answer, named=False), "Check of the nodes", gauges=_gauges(answer))]
 
     def brief(self, answer: CheckResult) -> Facts:
-        """Return what is slow."""
-        return Facts(*(("Check", headline(answer)) for _ in answer.slow[:1]))
+        """Return nothing: what is slow is a finding, or part of the verdict."""
+        return Facts()
 
 
 def one_per_node(checks: Iterable[Checked]) -> list[Checked]:
