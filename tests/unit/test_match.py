@@ -114,6 +114,31 @@ def test_another_size_and_another_type() -> None:
         assert _named(match(job.ranks())) == (kind, (2,), 1)
 
 
+def _received(rank: int, peer: int, *, done: bool = False) -> CollectiveCall:
+    return CollectiveCall("0", 1, f"recv {rank}<-{peer}", p2p=True, done=done, where=f"pass_on (t.py:{rank})")
+
+
+def test_receives_in_a_circle_are_named_in_a_hang() -> None:
+    """NCCL records sends and receives. In a job that goes on, the sends may be over already."""
+    ranks = [RankCollectives(rank=rank, calls=[_received(rank, (rank - 1) % 3)]) for rank in range(3)]
+    mismatch = match(ranks, hang=True)
+    assert mismatch is not None
+    assert (mismatch.kind, mismatch.ranks, mismatch.where) == ("circle", (0, 1, 2), "pass_on (t.py:0)")
+    assert "rank 0 waits in recv 0<-2 at pass_on (t.py:0)" in mismatch.why
+    assert match(ranks) is None
+    pair = CollectiveCall("0", 1, "send 0->1", p2p=True)
+    both = [RankCollectives(rank=0, calls=[pair]), RankCollectives(rank=1, calls=[_received(1, 0)])]
+    assert match(both, hang=True) is None, "the two sides of one message"
+
+
+def test_receive_without_a_send_names_the_rank_that_does_not_send() -> None:
+    ranks = [RankCollectives(rank=0), RankCollectives(rank=1, calls=[_received(1, 0)])]
+    mismatch = match(ranks, hang=True)
+    assert mismatch is not None
+    assert (mismatch.kind, mismatch.ranks, mismatch.others) == ("missing", (0,), (1,))
+    assert mismatch.why.startswith("Rank 1 waits in recv 1<-0 at pass_on (t.py:1)")
+
+
 def test_another_root_is_named_in_a_hang() -> None:
     """Rank 3 waits for rank 1, which has already left the call. Nothing in the calls differs."""
     job = Job(4)

@@ -25,9 +25,12 @@ from traceml_ray.signals.collectives.differences import (
     sides,
 )
 from traceml_ray.signals.collectives.waiting import (
+    PeerWait,
     RootedWait,
     Wait,
     deadlocked,
+    peer_circle,
+    peer_waits,
     roots_of_a_call,
     shortest_circle,
     waited_s,
@@ -124,7 +127,13 @@ def match_table(table: CallTable, *, hang: bool | None = False, world: int | Non
     roots = roots_of_a_call(table, all_waits) if hang else None
     if roots is not None:
         return _as_roots(table, roots)
-    return _absent(table, all_waits, hang, world)
+    waiting = peer_waits(table) if hang else {}
+    circle = peer_circle(waiting)
+    if circle:
+        return _as_peers(table, circle)
+    absent = _absent(table, all_waits, hang, world)
+    known = [waiting[rank] for rank in sorted(waiting) if waiting[rank].peer in table.ranks]
+    return _as_peers(table, known[:1]) if absent is None and known else absent
 
 
 GIVEN_UP_S = 600.0
@@ -261,6 +270,29 @@ def _as_roots(table: CallTable, waiting: Sequence[RootedWait]) -> Mismatch:
         waited_s=waited_s(table, group, seq, [*roots]), proven=True, confidence="high" if wrong else "medium",
         why=f"Call {seq:,} of {table.text_of(group)} has different roots: {'; '.join(parts)}.",
         next="All ranks have to name the same root: look at what `src` or `dst` depends on.",
+    )  # fmt: skip
+
+
+# Sends and receives that have no other side
+
+
+def _as_peers(table: CallTable, waiting: Sequence[PeerWait]) -> Mismatch:
+    """Return a circle of ranks that wait for each other, or the rank that another one waits for."""
+    first, circle = waiting[0], len(waiting) > 1
+    parts = [f"rank {one.rank} waits in {_in(one.call.op, one.call.where)}" for one in waiting[:8]]
+    why = f"Ranks wait for each other: {'; '.join(parts)}."
+    if not circle:
+        why = f"{parts[0].capitalize()}; rank {first.peer} is in no call that belongs to it."
+    return Mismatch(
+        kind="circle" if circle else "missing", group=first.call.group,
+        desc=table.text_of(first.call.group) if first.call.group in table.known else first.call.group,
+        seq=first.call.seq, op=first.call.op,
+        ranks=tuple(sorted(one.rank for one in waiting)) if circle else (first.peer,), instead="",
+        where=first.call.where if circle else None, others=() if circle else (first.rank,),
+        others_where=first.call.where, confidence="medium" if circle else "low", why=why,
+        next="Give each receive a send in the same order: let some ranks send before they receive."
+        if circle
+        else f"Look at what rank {first.peer} does instead.",
     )  # fmt: skip
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from traceml_ray.signals.collectives.calls import CallTable
+from traceml_ray.signals.collectives.calls import CallTable, CollectiveCall
 from traceml_ray.signals.collectives.differences import judged_ranks
 
 _STARTS = 64
@@ -92,6 +93,58 @@ def roots_of_a_call(table: CallTable, all_waits: Iterable[Wait]) -> list[RootedW
         if report.peer is not None and op in _ROOTED and report.call == op:
             alike.setdefault((wait.group, wait.seq), []).append(RootedWait(wait, report.peer))
     return next((same for same in alike.values() if len({one.root for one in same}) > 1), None)
+
+
+class PeerWait(NamedTuple):
+    """A send or receive that a rank waits in."""
+
+    rank: int
+    call: CollectiveCall
+    peer: int
+    """Global rank that it sends to, or receives from."""
+
+
+_PEER = re.compile(r"(send|recv) (\d{1,9})(?:->|<-)(\d{1,9})", re.ASCII)
+
+
+def peer_waits(table: CallTable) -> dict[int, PeerWait]:
+    """Return the oldest send or receive of each rank whose other side does not wait in it."""
+    pending: dict[int, list[tuple[str, int, CollectiveCall]]] = {}
+    for rank, calls in table.pending_peers.items():
+        for call in calls:
+            parsed = _peer_of(table, call)
+            if parsed is not None:
+                pending.setdefault(rank, []).append((*parsed, call))
+    waits = dict[int, PeerWait]()
+    for rank, calls in pending.items():
+        for kind, peer, call in calls:
+            if not any(other == rank and there != kind for there, other, _ in pending.get(peer, ())):
+                waits[rank] = PeerWait(rank, call, peer)
+                break
+    return waits
+
+
+def _peer_of(table: CallTable, call: CollectiveCall) -> tuple[str, int] | None:
+    """Return (`send` or `recv`, global rank of the other side). None: it is in no record."""
+    match = _PEER.fullmatch(call.op)
+    if match is None:
+        return None
+    group = table.known.get(call.group)
+    members, peer = group.ranks if group else None, int(match[3])
+    if members is None:
+        return match[1], peer
+    return (match[1], members[peer]) if peer < len(members) else None
+
+
+def peer_circle(waiting: Mapping[int, PeerWait]) -> list[PeerWait]:
+    """Return ranks of which each waits for a send or receive of the next one; empty: there are none."""
+    for start in sorted(waiting):
+        path = [waiting[start]]
+        while (following := waiting.get(path[-1].peer)) is not None and following not in path:
+            path.append(following)
+        if following is path[0] and len(path) > 1:
+            return path
+    return []
 
 
 def waited_s(table: CallTable, group: str, seq: int, ranks: Iterable[int]) -> float | None:
