@@ -115,13 +115,13 @@ def peer_waits(table: CallTable) -> dict[int, PeerWait]:
             parsed = _peer_of(table, call)
             if parsed is not None:
                 pending.setdefault(rank, []).append((*parsed, call))
-    waits = dict[int, PeerWait]()
-    for rank, calls in pending.items():
-        for kind, peer, call in calls:
+    waiting = dict[int, PeerWait]()
+    for rank, sides in pending.items():
+        for kind, peer, call in sides:
             if not any(other == rank and there != kind for there, other, _ in pending.get(peer, ())):
-                waits[rank] = PeerWait(rank, call, peer)
+                waiting[rank] = PeerWait(rank, call, peer)
                 break
-    return waits
+    return waiting
 
 
 def _peer_of(table: CallTable, call: CollectiveCall) -> tuple[str, int] | None:
