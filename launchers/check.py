@@ -31,6 +31,8 @@ _NOTHING = "no node, device or link is slower than its peers"
 _KILLED_S = 5.0
 _RESTART_S = 60.0
 """How long nodes wait for each other, in s, at a restart (all restart together) and in elastic jobs."""
+LOOK_S = 15.0
+"""How long a restart waits, in s, until it is known whether the session has a straggler."""
 
 
 def is_wanted(args: argparse.Namespace) -> bool:
@@ -49,22 +51,34 @@ def check_nodes(args: argparse.Namespace, nodes: Nodes, environ: Mapping[str, st
     return _checked(_request(args, nodes), environ)
 
 
-def check_at_restart(
-    args: argparse.Namespace, nodes: Nodes, session: str, environ: Mapping[str, str]
-) -> CheckReply | None:
+def check_at_restart(args: argparse.Namespace, nodes: Nodes, environ: Mapping[str, str]) -> CheckReply | None:
     """
-    Check the nodes of a job whose ranks are about to be restarted, if one of its ranks was a straggler.
+    Check the nodes of a job whose ranks are about to be restarted, and print the result. None: there is no
+    result.
 
     Args:
         args: the flags.
         nodes: the nodes that take part in the restart.
-        session: folder of the session, on the first node.
         environ: the user's environment.
     """
-    request = msgspec.structs.replace(
-        _request(args, nodes), session=session, kind="restart", join_s=_RESTART_S
-    )
+    log("check: a rank was late: measuring the nodes of this job, before its ranks start again")
+    request = msgspec.structs.replace(_request(args, nodes), kind="restart", join_s=_RESTART_S)
     return _checked(request, environ)
+
+
+def has_straggler(session: str, environ: Mapping[str, str]) -> bool:
+    """
+    Return whether a straggler is named in the newest run of a session. False, after a line that says why,
+    if this is not known. Raises OSError.
+
+    Args:
+        session: folder of the session, which is on this node.
+        environ: the user's environment.
+    """
+    reply = _ask(CheckRequest(os.getpid(), Plan(), session=session), environ, LOOK_S)
+    if reply.error:
+        log(f"no check at this restart: {reply.error}")
+    return reply.straggler
 
 
 def _request(args: argparse.Namespace, nodes: Nodes) -> CheckRequest:
@@ -79,11 +93,11 @@ def _checked(request: CheckRequest, environ: Mapping[str, str]) -> CheckReply | 
     """Run the check and print its result. Raises nothing of its own."""
     reply = None
     with guarded("no check"):
-        reply = _ask(request, environ)
+        reply = _ask(request, environ, request.join_s + limit_s(request.plan, request.nodes))
         if reply.error:
             log(f"no check: {reply.error}")
             return None
-        for line in reply.lines or ((_NOTHING,) if reply.needed else ()):
+        for line in reply.lines or (_NOTHING,):
             log(f"check: {line}")
     return reply
 
@@ -96,9 +110,8 @@ def must_stop(args: argparse.Namespace, reply: CheckReply | None) -> bool:
     return True
 
 
-def _ask(request: CheckRequest, environ: Mapping[str, str]) -> CheckReply:
-    """Run the process of the check. Raises OSError if it cannot be started."""
-    most_s = request.join_s + limit_s(request.plan, request.nodes)
+def _ask(request: CheckRequest, environ: Mapping[str, str], most_s: float) -> CheckReply:
+    """Run the process of the check for at most `most_s` seconds. Raises OSError if it cannot be started."""
     process = subprocess.Popen(
         [sys.executable, "-m", "traceml_ray.launchers.check_process"],
         cwd="/",  # the user's folder may hold files named like modules

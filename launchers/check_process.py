@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,10 +59,7 @@ class CheckRequest(msgspec.Struct, frozen=True):
     join_s: float = JOIN_S
     """How long the nodes wait for each other, in s."""
     session: str = ""
-    """
-    Folder of the session, at a restart: the nodes are checked only if it has a straggler. "": they are
-    checked anyway. The first node alone knows it.
-    """
+    """Folder of a session: nothing is measured, but whether it has a straggler is looked up. "": a check."""
     kind: str = "check"
     """See `Checked.kind`."""
 
@@ -79,8 +75,8 @@ class CheckReply(msgspec.Struct, frozen=True, tag="reply"):
     """What this node measured."""
     error: str = ""
     """Why there is no result."""
-    needed: bool = True
-    """False if nothing was measured, because there is no straggler."""
+    straggler: bool = False
+    """Whether the session has a straggler, if only this was asked."""
 
 
 class TaskRequest(msgspec.Struct, frozen=True, tag="asked"):
@@ -234,8 +230,6 @@ def _check_as_first(request: CheckRequest) -> CheckReply:
     first = LocalNode(socket.gethostname())
     joined = Gathering(request, first).nodes()
     missing = request.nodes - 1 - len(joined)
-    if request.session and not _has_straggler(Path(request.session)):
-        return _tell(joined, lambda _name: CheckReply(needed=False))
     try:
         outcome = Coordinator([first, *joined], request.plan).run()
     finally:
@@ -245,17 +239,10 @@ def _check_as_first(request: CheckRequest) -> CheckReply:
             f"{text.count(missing, 'node')} did not come within {text.duration(request.join_s)}"
         )
     reply = _reply_of(outcome)
-    _tell(joined, lambda name: _of_node(reply, outcome, name, request.kind))
-    return _of_node(reply, outcome, first.name, request.kind)
-
-
-def _tell(joined: Sequence[JoinedNode], reply_to: Callable[[str], CheckReply]) -> CheckReply:
-    """Send each node its reply. Return one of them."""
-    reply = reply_to("")
     for node in joined:
         with contextlib.suppress(OSError):
-            node.connection.send(reply_to(node.name))
-    return reply
+            node.connection.send(_of_node(reply, outcome, node.name, request.kind))
+    return _of_node(reply, outcome, first.name, request.kind)
 
 
 def _has_straggler(session: Path) -> bool:
@@ -321,8 +308,10 @@ def limit_s(plan: Plan, nodes: int) -> float:
 
 
 def check(request: CheckRequest) -> CheckReply:
-    """Take part in a check. Raises nothing."""
+    """Take part in a check, or look for a straggler. Raises nothing."""
     try:
+        if request.session:
+            return CheckReply(straggler=_has_straggler(Path(request.session)))
         return _check_as_first(request) if request.first else _check_as_other(request)
     except Exception as error:
         return CheckReply(error=error_text(error)[:300])

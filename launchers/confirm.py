@@ -3,6 +3,8 @@ Confirms stragglers under torchrun (`confirm=restart`): when torchrun restarts t
 a straggler, the nodes are checked before the new ranks start.
 
 All launchers of a job are then at the same point of the restart: the rendezvous is over, and no rank runs.
+With a static rendezvous each node restarts by itself, when its own ranks have failed. So the first node,
+which has the session, says in torchrun's store whether there is a check; no other node waits long for that.
 """
 
 from __future__ import annotations
@@ -10,15 +12,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from .check import check_at_restart
+from traceml_ray import text
+from traceml_ray.text import log
+
+from .check import LOOK_S, check_at_restart, has_straggler
+from .check_process import CheckReply
 from .guard import guarded
 from .monitor import Monitor
+
+_ANSWER_S = 2 * LOOK_S
+"""How long a node waits for what the first node says, in s."""
+_AGAIN_S = 0.2
+_CHECK, _NO_CHECK = b"check", b"no check"
 
 
 @contextlib.contextmanager
@@ -38,8 +50,7 @@ def confirming(
         times += 1
         if times > 1:
             with guarded("no check at this restart"):
-                nodes = replace(monitor.nodes, count=int(group.group_world_size), fixed=True)
-                monitor.store(check_at_restart(args, nodes, monitor.folder, environ))
+                monitor.store(_confirm(args, monitor, environ, group, times - 1))
         return start(agent, group, *more, **named)
 
     LocalElasticAgent._start_workers = start_workers  # type: ignore[method-assign]
@@ -47,3 +58,44 @@ def confirming(
         yield
     finally:
         LocalElasticAgent._start_workers = start  # type: ignore[method-assign]
+
+
+def _confirm(
+    args: argparse.Namespace, monitor: Monitor, environ: Mapping[str, str], group: Any, restart: int
+) -> CheckReply | None:
+    """
+    Check the nodes of a restart if there was a straggler. None: nothing was measured.
+
+    Args:
+        args: the flags.
+        monitor: the monitor of this node.
+        environ: the user's environment.
+        group: torchrun's worker group, after the rendezvous.
+        restart: number of this restart on this node, from 1.
+    """
+    nodes = replace(monitor.nodes, count=int(group.group_world_size), fixed=True)
+    # Other backends have a store for each rendezvous, and nodes that have seen fewer restarts than others.
+    key = f"traceml-ray/restart-{restart}" if args.rdzv_backend == "static" else "traceml-ray/restart"
+    if not nodes.first:
+        return check_at_restart(args, nodes, environ) if _is_to_check(group.store, key) else None
+    try:
+        if has_straggler(monitor.folder, environ):
+            group.store.set(key, _CHECK)
+            return check_at_restart(args, nodes, environ)
+    finally:
+        group.store.set(key, _NO_CHECK)  # also for a node that comes after the check
+    return None
+
+
+def _is_to_check(store: Any, key: str) -> bool:
+    """
+    Return whether the first node says that there is a check. Asks again and again, instead of waiting in the
+    store, which would keep signals from being handled.
+    """
+    deadline = time.monotonic() + _ANSWER_S
+    while time.monotonic() < deadline:
+        if store.check([key]):
+            return bytes(store.get(key)) == _CHECK
+        time.sleep(_AGAIN_S)
+    log(f"no check at this restart: the first node did not answer within {text.duration(_ANSWER_S)}")
+    return False

@@ -153,14 +153,8 @@ def test_stranger_at_the_port_is_no_node() -> None:
     stranger.close()
 
 
-def test_at_a_restart_nodes_are_checked_only_if_there_was_a_straggler(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(check_process, "_has_straggler", lambda _session: False)
-    replies = check_of(2, session=str(tmp_path), kind="restart")
-    assert [(reply.needed, reply.checks, reply.lines) for reply in replies] == [(False, (), ())] * 2
-    monkeypatch.setattr(check_process, "_has_straggler", lambda _session: True)
-    replies = check_of(2, session=str(tmp_path), kind="restart")
+def test_check_at_a_restart_is_marked_as_such() -> None:
+    replies = check_of(2, kind="restart")
     assert [check.kind for reply in replies for check in reply.checks] == ["restart"] * 2
 
 
@@ -170,7 +164,8 @@ def test_straggler_is_read_from_the_file_of_the_session_that_runs(late: int | No
     for _ in range(20):
         session.play(10)
     session.aggregator.commit()
-    assert check_process._has_straggler(tmp_path) == (late is not None)
+    reply = check_process.check(CheckRequest(0, Plan(), 3, session=str(tmp_path)))
+    assert reply == CheckReply(straggler=late is not None)
 
 
 # -- the launcher -------------------------------------------------------------------------------
@@ -178,6 +173,7 @@ def test_straggler_is_read_from_the_file_of_the_session_that_runs(late: int | No
 
 def flags(**more: Any) -> argparse.Namespace:
     given = {"check": True, "check_seconds": None, "check_path": None, "check_stop": False}
+    given |= {"rdzv_backend": "static"}
     return argparse.Namespace(**{**given, **more})
 
 
@@ -243,25 +239,103 @@ class PlayedAgent:
         return {0: group.group_world_size}
 
 
-@pytest.mark.parametrize(("confirm", "checks"), [("off", 0), ("restart", 2)])
-def test_stragglers_are_confirmed_between_two_starts_of_the_ranks(
-    confirm: str, checks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[int, str]] = []
+class PlayedStore:
+    """A store of torchrun."""
 
-    def check(_args: object, nodes: Nodes, session: str, _environ: object) -> CheckReply:
-        asked.append((nodes.count, session))
-        if len(asked) == 2:
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+
+@dataclass
+class Restarts:
+    """Starts and restarts of the ranks of one node of three, and the checks there."""
+
+    monitor: Any
+    group: Any
+    late: bool = True
+    checks: list[tuple[int, bytes | None]] = field(default_factory=list)
+    """Number of nodes of each check, and what the first node had said."""
+
+    def check(self, _args: object, nodes: Nodes, _environ: object) -> CheckReply:
+        decisions = list(self.group.store.values.values())
+        self.checks.append((nodes.count, decisions[-1] if decisions else None))
+        if len(self.checks) == 2:
             raise RuntimeError("it fails")
         return CheckReply(checks=(Checked(1, "a"),))
 
-    start = PlayedAgent._start_workers
+    def has_straggler(self, session: str, _environ: object) -> bool:
+        assert session == "/session"
+        return self.late
+
+    def run(self, starts: int, **more: str) -> None:
+        agent, start = PlayedAgent(), PlayedAgent._start_workers
+        with launcher_confirm.confirming(flags(**more), self.monitor, {}):
+            assert [agent._start_workers(self.group) for _ in range(starts)] == [{0: 3}] * starts
+        assert agent.started == starts and PlayedAgent._start_workers is start
+
+
+@pytest.fixture
+def restarts(monkeypatch: pytest.MonkeyPatch) -> Restarts:
+    group = argparse.Namespace(group_world_size=3, store=PlayedStore())
+    played = Restarts(PlayedMonitor(Settings.load(confirm="restart")), group)
     monkeypatch.setattr(launcher_confirm, "LocalElasticAgent", PlayedAgent)
-    monkeypatch.setattr(launcher_confirm, "check_at_restart", check)
-    monitor: Any = PlayedMonitor(Settings.load(confirm=confirm))
-    agent, group = PlayedAgent(), argparse.Namespace(group_world_size=3)
-    with launcher_confirm.confirming(flags(), monitor, {}):
-        assert [agent._start_workers(group) for _ in range(3)] == [{0: 3}] * 3
-    assert agent.started == 3 and PlayedAgent._start_workers is start
-    assert asked == [(3, "/session")] * checks
-    assert len(monitor.stored) == min(checks, 1)
+    monkeypatch.setattr(launcher_confirm, "check_at_restart", played.check)
+    monkeypatch.setattr(launcher_confirm, "has_straggler", played.has_straggler)
+    monkeypatch.setattr(launcher_confirm, "_ANSWER_S", 0.0)
+    return played
+
+
+def test_stragglers_are_confirmed_between_two_starts_of_the_ranks(restarts: Restarts) -> None:
+    restarts.run(3)
+    assert restarts.checks == [(3, b"check")] * 2  # the second one fails
+    assert len(restarts.monitor.stored) == 1
+    decisions = restarts.group.store.values
+    assert list(decisions.values()) == [b"no check"] * 2  # a node that comes later
+
+
+def test_setting_that_is_off_checks_nothing(restarts: Restarts) -> None:
+    restarts.monitor = PlayedMonitor(Settings.load(confirm="off"))
+    restarts.run(2)
+    assert restarts.checks == [] and restarts.group.store.values == {}
+
+
+def test_healthy_restart_waits_for_no_other_node(restarts: Restarts) -> None:
+    restarts.late = False
+    restarts.run(2)
+    assert restarts.checks == [] and list(restarts.group.store.values.values()) == [b"no check"]
+
+
+@pytest.mark.parametrize(("decision", "checks"), [(b"check", 1), (b"no check", 0), (None, 0)])
+def test_other_nodes_do_as_the_first_one_says(
+    decision: bytes | None, checks: int, restarts: Restarts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = restarts.group.store
+    restarts.run(2)
+    (key,) = first.values
+    restarts.checks.clear()
+    restarts.group.store = PlayedStore()
+    if decision is not None:
+        restarts.group.store.set(key, decision)
+        monkeypatch.setattr(launcher_confirm, "_ANSWER_S", 60.0)
+    restarts.monitor = PlayedMonitor(Settings.load(confirm="restart"), Nodes(3, first=False))
+    restarts.run(2)
+    assert restarts.checks == [(3, b"check")] * checks
+
+
+def test_node_that_has_replaced_another_one_knows_the_restart_of_the_others(restarts: Restarts) -> None:
+    """The store of c10d is one of each rendezvous; a static one is the same, and so are the nodes."""
+    restarts.run(2, rdzv_backend="c10d")
+    of_second = dict(restarts.group.store.values)
+    restarts.run(3, rdzv_backend="c10d")
+    assert restarts.group.store.values.keys() == of_second.keys()
+    restarts.run(3, rdzv_backend="static")
+    assert len(restarts.group.store.values) == 3
