@@ -44,6 +44,7 @@ from .cluster import free_port
 from .confirm import confirming
 from .guard import at_the_end
 from .monitor import Monitor, monitor_of
+from .rounds import numbering
 
 _PROGRAM = "python -m traceml_ray.launch"
 _MESSAGE_CHARS = 2000
@@ -86,7 +87,7 @@ def _train(args: argparse.Namespace, monitor: Monitor | None, to_check: Nodes | 
             monitor.start()
             monitor.store(checked)
             os.environ.update(monitor.rank_environment())
-        with confirming(args, monitor, environ):
+        with numbering(), confirming(args, monitor, environ):
             torch_run.run(args)  # type: ignore[no-untyped-call]
         code = 0
     except _EndedEarly as error:

@@ -15,6 +15,8 @@ from typing import Annotated
 import msgspec
 
 MAX_RANKS = 1 << 20
+ATTEMPT = "TRACEML_ATTEMPT"
+"""Environment variable of a rank: number of its attempt, the same on all nodes."""
 _IN_NAME = re.compile(r"(?<![a-z0-9])(?<!local[_-])rank[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
@@ -114,8 +116,8 @@ def resolve(
     given = dict(zip(_FIELDS, ranks, strict=True))
     source, numbers = _from_keywords(given) or _from_torch(environ) or _from_environment(environ) or _SINGLE
     if attempt is None:
-        restarts = environ.get("TORCHELASTIC_RESTART_COUNT")
-        attempt = _integer("TORCHELASTIC_RESTART_COUNT", restarts) if restarts else 0
+        name = ATTEMPT if environ.get(ATTEMPT) else "TORCHELASTIC_RESTART_COUNT"
+        attempt = _integer(name, environ[name]) if environ.get(name) else 0
     return RankIdentity(
         **_complete(numbers),
         hostname=os.uname().nodename,

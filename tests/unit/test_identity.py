@@ -98,6 +98,7 @@ def test_rank_variables_count_only_with_rank_and_size(missing, how):
         ("LOCAL_WORLD_SIZE", "0"),
         ("GROUP_RANK", "-3"),
         ("TORCHELASTIC_RESTART_COUNT", "twice"),
+        ("TRACEML_ATTEMPT", "twice"),
     ],
 )
 def test_invalid_count_is_named(name, value):
@@ -167,6 +168,7 @@ def test_node_rank_implies_more_nodes():
 
 def test_job_and_attempt_come_from_the_launcher_or_session():
     assert resolve(environ=TORCHRUN).attempt == 2
+    assert resolve(environ=TORCHRUN | {"TRACEML_ATTEMPT": "5"}).attempt == 5  # of all nodes
     assert resolve(environ=TORCHRUN).job_id == "default"
     assert resolve(environ=TORCHRUN | {"TORCHELASTIC_RUN_ID": "nightly"}).job_id == "nightly"
     assert resolve(environ=SLURM).job_id == "4711"

@@ -25,7 +25,7 @@ import msgspec
 from traceml_ray.agent.channel import Channel, SocketChannel
 from traceml_ray.agent.rank_agent import RankAgent, new_process_id
 from traceml_ray.errors import error_text, is_out_of_memory, sendable
-from traceml_ray.identity import RankIdentity, resolve
+from traceml_ray.identity import ATTEMPT, RankIdentity, resolve
 from traceml_ray.settings import RelayPaths, Settings, table
 from traceml_ray.signals.memory.agent import MemoryHistory
 from traceml_ray.stages import DATA
@@ -135,7 +135,7 @@ def rank_environment(
 
 def clear_rank_environment() -> None:
     """Remove the variables of an outer job, in a process that launches a job inside it."""
-    inside = [os.environ.pop(name, None) for name in (RANK_PID, COMMAND)]
+    inside = [os.environ.pop(name, None) for name in (RANK_PID, COMMAND, ATTEMPT)]
     if any(inside):
         for _, variable in _variables():
             os.environ.pop(variable, None)
