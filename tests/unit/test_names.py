@@ -56,11 +56,10 @@ def vague_names(path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text())
     fields = {
         id(statement.target)
-        for cls in ast.walk(tree)
+        for cls in (ast.walk(tree) if path.name in STORED else ())
         if isinstance(cls, ast.ClassDef)
         for statement in cls.body
         if isinstance(statement, ast.AnnAssign)
-        if path.name in STORED
     }
     for node in ast.walk(tree):
         name = ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +32,30 @@ def made(out: Path, name: str, age_days: float, now: int, *, end: bool = True) -
     return out / name
 
 
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    """Sessions of 1, 10, 40 and 50 days, one of 60 that was never finished, one of now, and one that runs."""
-    now, out = Clock().now + 100 * DAY * SECOND, tmp_path / "out"
+NOW = Clock().now + 100 * DAY * SECOND
+
+
+@pytest.fixture(scope="module")
+def played_sessions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sessions of `out`, none of which runs. Tests use copies."""
+    out = tmp_path_factory.mktemp("played") / "out"
     for days in (1, 10, 40, 50):
-        made(out, f"day-{days}", days, now)
-    made(out, "lost-60", 60, now, end=False)
-    made(out, "fresh", 0.01, now, end=False)
-    held = prepare(out, "runs")
-    made(out, "runs", 70, now, end=False)
-    assert held.lock_fd is not None
+        made(out, f"day-{days}", days, NOW)
+    made(out, "lost-60", 60, NOW, end=False)
+    made(out, "fresh", 0.01, NOW, end=False)
+    prepare(out, "runs").release()
+    made(out, "runs", 70, NOW, end=False)
     return out
 
 
-NOW = Clock().now + 100 * DAY * SECOND
+@pytest.fixture
+def out(played_sessions: Path, tmp_path: Path) -> Iterator[Path]:
+    """Sessions of 1, 10, 40 and 50 days, one of 60 that was never finished, one of now, and one that runs."""
+    out = shutil.copytree(played_sessions, tmp_path / "out")
+    held = prepare(out, "runs", again=True)
+    assert held.lock_fd is not None
+    yield out
+    held.release()
 
 
 def names(sessions: Any) -> list[str]:
