@@ -140,14 +140,18 @@ def test_work_with_pauses_of_a_second_is_seen_over_some_looks() -> None:
     assert not has_moved(waits[:6], waits[6]), "a wait that wakes up every three seconds"
 
 
-def test_thread_in_a_debugger_is_not_still() -> None:
+@pytest.mark.parametrize(("function", "still_s"), [("_cmdloop", 0.0), ("run", 22.0)])
+def test_thread_that_is_paused_in_a_debugger_is_not_still(function: str, still_s: float) -> None:
+    """What runs in a debugger has it in its stack all the time."""
     space: dict[str, Any] = {}
-    exec(compile("def read(over):\n    over.wait(60)\n", "/usr/lib/python3.11/pdb.py", "exec"), space)
+    code = f"def {function}(over):\n    over.wait(60)\n"
+    exec(compile(code, "/usr/lib/python3.11/pdb.py", "exec"), space)
     clock = Ticks()
     activity = Activity(clock)
-    with thread(space["read"]) as owner:
+    with thread(space[function]) as owner:
+        time.sleep(0.1)  # it is in its wait
         looks(activity, clock, owner, 4, 20.0)
-    assert activity.still_s == 0.0
+    assert activity.still_s == pytest.approx(still_s)
 
 
 def test_thread_is_not_looked_at_while_steps_are_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,11 +132,11 @@ def test_receives_in_a_circle_are_named_in_a_hang() -> None:
 
 
 def test_receive_without_a_send_names_the_rank_that_does_not_send() -> None:
-    ranks = [RankCollectives(rank=0), RankCollectives(rank=1, calls=[_received(1, 0)])]
-    mismatch = match(ranks, hang=True)
+    waits = [RankCollectives(rank=rank, calls=[_received(rank, rank + 1)]) for rank in (0, 1)]
+    mismatch = match([*waits, RankCollectives(rank=2)], hang=True)
     assert mismatch is not None
-    assert (mismatch.kind, mismatch.ranks, mismatch.others) == ("missing", (0,), (1,))
-    assert mismatch.why.startswith("Rank 1 waits in recv 1<-0 at pass_on (t.py:1)")
+    assert (mismatch.kind, mismatch.ranks, mismatch.others) == ("missing", (2,), (1,))
+    assert mismatch.why.startswith("Rank 1 waits in recv 1<-2 at pass_on (t.py:1)")
 
 
 def test_another_root_is_named_in_a_hang() -> None:

@@ -35,7 +35,9 @@ SHARE = 0.2
 MIN_BYTES = 256 * 1024
 """Number of bytes that a started process that works reads and writes in this time."""
 _MAX_FRAMES, _MAX_PROCESSES, _MAX_THREADS, _MAX_LOOKS = 200, 64, 64, 8
-_DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd.py", "/pydevd_frame.py", "/pydevd_sys_monitoring.py")
+_DEBUGGERS = ("/pdb.py", "/pydevd.py")
+_PAUSES = {"interaction", "cmdloop", "_cmdloop", "do_wait_suspend", "_do_wait_suspend"}
+"""Functions of debuggers in which a thread is paused. Others are in the stack of all that runs there."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -138,8 +140,9 @@ def _stack(frame: FrameType) -> tuple[tuple[int, int], ...]:
 
 
 def _in_debugger(frame: FrameType) -> bool:
-    """Return whether a person looks at the thread in a debugger."""
-    return any(call.f_code.co_filename.endswith(_DEBUGGERS) for call in _calls(frame))
+    """Return whether the thread is paused in a debugger."""
+    codes = (call.f_code for call in _calls(frame))
+    return any(code.co_name in _PAUSES and code.co_filename.endswith(_DEBUGGERS) for code in codes)
 
 
 def _switches(native: int | None) -> int | None:

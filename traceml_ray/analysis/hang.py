@@ -180,7 +180,7 @@ def with_mismatch(
         return finding
     waited_s = max(mismatch.waited_s or 0.0, *(place.waited_s for place in places), 0.0)
     waited = waited_s >= min(PROVEN_S, WAITED * quiet_s)
-    known = finding is not None and finding.label == "hang" and mismatch.kind in ABSENT
+    known = finding is not None and finding.label == "hang" and mismatch.kind in {*ABSENT, "circle"}
     if not known and not (mismatch.proven and waited):
         return finding
     blocking = [place for place in places if place.rank in mismatch.ranks]

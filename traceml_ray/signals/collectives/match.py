@@ -132,8 +132,8 @@ def match_table(table: CallTable, *, hang: bool | None = False, world: int | Non
     if circle:
         return _as_peers(table, circle)
     absent = _absent(table, all_waits, hang, world)
-    known = [waiting[rank] for rank in sorted(waiting) if waiting[rank].peer in table.ranks]
-    return _as_peers(table, known[:1]) if absent is None and known else absent
+    ends = [one for one in waiting.values() if one.peer in table.ranks and one.peer not in waiting]
+    return _as_peers(table, ends[:1]) if absent is None and ends else absent
 
 
 GIVEN_UP_S = 600.0
