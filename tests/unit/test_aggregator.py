@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
@@ -553,6 +554,7 @@ def test_threads_that_ingest_commit_and_query_do_not_disturb_each_other(tmp_path
 
 _CHILD = """
 import sys, threading
+from collections import Counter
 from pathlib import Path
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.settings import Settings
@@ -757,6 +759,61 @@ def test_aggregator_of_many_nodes_judges_once_all_with_ranks_have_reported(
     assert [round_of(0) for _ in range(4)] == [[False]] * 3 + [[True]], "a silent node is not waited for"
     assert round_of(1, 0) == [False, True]
     aggregator.close()
+
+
+class _Rounds:
+    """
+    The core of an aggregator with many nodes. Their rounds are complete at the given times (s); time passes
+    while the actor waits.
+    """
+
+    def __init__(self, complete: list[float], until: float) -> None:
+        self.now, self.complete, self.until = 0.0, complete, until
+        self.done: list[tuple[str, float]] = []
+        self.pace = self.endings = self._core = self
+        self.many_nodes, self.left_behind, self.fenced, self.verdict = True, False, False, None
+        self.errors: Counter[str] = Counter()
+
+    @property
+    def round_is_complete(self) -> bool:
+        return bool(self.complete) and self.complete[0] <= self.now
+
+    @property
+    def over(self) -> bool:
+        return self.now >= self.until
+
+    def wait(self, timeout: float) -> None:
+        self.now = round(self.now + min(timeout, 0.1), 3)
+
+    def judge(self) -> None:
+        self.done.append(("judge", self.now))
+        if self.round_is_complete:
+            self.complete.pop(0)
+
+    def commit(self) -> None:
+        self.done.append(("commit", self.now))
+
+    def idle_s(self) -> float:
+        return 0.0
+
+    def write_due(self) -> None: ...
+    def clear(self) -> None: ...
+
+
+def test_rows_of_many_nodes_are_committed_after_their_round_not_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = _Rounds([0.4, 1.4, 2.4], 5.5)
+    made = actor_of(core)
+    made._wake, made._loaded = core, False
+    monkeypatch.setattr(actor, "end_myself", lambda: None)
+    monkeypatch.setattr(made, "_stop", lambda: None)
+    monkeypatch.setattr(actor, "LINGER_S", 0)
+    monkeypatch.setattr(actor.time, "monotonic", lambda: core.now)
+    made._beat()
+    assert not core.errors
+    assert [t_s for what, t_s in core.done if what == "commit"] == [0.0, 0.4, 1.4, 2.4, 3.9, 5.4]
+    assert core.done[2:4] == [("judge", 0.4), ("commit", 0.4)], "the verdict does not wait for the disk"
 
 
 @given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 3)), max_size=12))

@@ -45,11 +45,16 @@ Number of allocations between two garbage collections (Python's default: 700). T
 make this many objects a second, and none of them is in a reference cycle.
 """
 COMMIT_S = 1.0
+LATE_ROUND_S = 1.5
+"""
+Time in s after which a job of many nodes is judged, and its rows are committed, although some nodes have not
+sent theirs. Otherwise both are done once all nodes have.
+"""
 JUDGE_S = 0.25
 JUDGE_SHARE = 0.1
 """
 Largest share of a core that judging may use. A large job is judged less often, at most once per commit. A job
-of many nodes is judged once all nodes have sent their rows, or half a second after they should have.
+of many nodes is judged once all nodes have sent their rows, see `LATE_ROUND_S`.
 """
 
 
@@ -116,21 +121,22 @@ class Aggregator:
         idle_ttl = self._config.settings.idle_ttl
         while not (self._is_over() or self._core.idle_s() >= idle_ttl):
             try:
-                now = time.monotonic()
-                if now >= commit_at:
-                    commit_at = now + COMMIT_S
-                    self._core.commit()
+                complete = self._core.pace.round_is_complete
+                if time.monotonic() >= commit_at and not complete:
+                    commit_at = self._commit()
                 self._core.endings.write_due()
                 if self._core.endings.left_behind:
                     self._stay_alone()
-                if (now >= judge_at or self._core.pace.round_is_complete) and not self._is_over():
+                if (time.monotonic() >= judge_at or complete) and not self._is_over():
                     now = time.monotonic()
                     self._core.judge()
                     took = time.monotonic() - now
                     pause = min(COMMIT_S, max(JUDGE_S, took / JUDGE_SHARE))
                     if not self._loaded and self._core.verdict:
                         self._load_reports()
-                    judge_at = now + (1.5 * COMMIT_S if self._core.pace.many_nodes else pause)
+                    judge_at = now + (LATE_ROUND_S if self._core.pace.many_nodes else pause)
+                if complete:
+                    commit_at = self._commit()
             except Exception as error:  # without this thread nothing would be stored any more
                 self._core.errors.note("beat", error)
             self._wake.wait(0 if self._is_over() else max(0, min(commit_at, judge_at) - time.monotonic()))
@@ -145,6 +151,15 @@ class Aggregator:
         except Exception as error:
             self._core.errors.note("stop", error)
         end_myself()
+
+    def _commit(self) -> float:
+        """
+        Commit; return when the next commit is due. With many nodes it then waits for the end of their round:
+        a commit beside it holds up the messages that arrive.
+        """
+        due = time.monotonic() + (LATE_ROUND_S if self._core.pace.many_nodes else COMMIT_S)
+        self._core.commit()
+        return due
 
     def _load_reports(self) -> None:
         """Import the report's modules while the job runs, because the end of the job waits for the report."""
