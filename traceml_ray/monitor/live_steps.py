@@ -60,11 +60,11 @@ class Recent:
         self._routers: dict[int, dict[int, RouterTokens]] = {}
         self._nodes: dict[str, Samples] = {}
 
-    def add_span(self, process: int, span: wire.SpanSum) -> None:
-        """Add a span. The newest 32 to 512 spans of a rank process are kept."""
+    def add_spans(self, process: int, spans: Iterable[wire.SpanSum]) -> None:
+        """Add spans. The newest 32 to 512 spans of a rank process are kept."""
         if process not in self._spans:
             self._spans[process] = deque(maxlen=min(512, max(32, _SPANS // (len(self._spans) + 1))))
-        self._spans[process].append(span)
+        self._spans[process].extend(spans)
 
     def spans(self, process: int) -> list[wire.SpanSum]:
         """Return the newest spans of a rank process, oldest first."""

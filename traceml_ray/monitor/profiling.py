@@ -257,12 +257,10 @@ class Profiling:
             except (ValueError, LookupError, AttributeError, TypeError) as error:
                 self._errors.note("profile that waited", error)
 
-    def ingest(self, process: RankProcess, batch: wire.RankBatch) -> None:
+    def ingest(self, process: RankProcess, capture: wire.Capture) -> None:
         """Process what a rank reports about its capture. An error is counted."""
-        if batch.capture is None:
-            return
         try:
-            self._captures.ingest(process.process_id, batch.capture)
+            self._captures.ingest(process.process_id, capture)
         except Exception as error:
             self._errors.note("trace", error)
 

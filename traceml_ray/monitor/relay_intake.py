@@ -309,7 +309,7 @@ class RelayIntake:
         signals: the signals judged in addition to steps; receives records and spans.
         judge: receives events of rank processes.
         bundling: receives events.
-        profiling: receives batches with what ranks report about their captures.
+        profiling: receives what ranks report about their captures.
         layers: receives requests.
         trackers: receives what ranks report of their trackers.
         clock: wall clock in ns.
@@ -356,7 +356,7 @@ class RelayIntake:
 
     def of_rank(self, batch: wire.RankBatch) -> ReceivedOfRank:
         """Decode a rank batch and its records. Every batch must be decoded here, however it arrived."""
-        return ReceivedOfRank(batch, self._records(batch.records, "process"))
+        return ReceivedOfRank(batch, self._records(batch.records, "process") if batch.records else [])
 
     def _records(self, records: wire.Records, owner: str) -> Records:
         """
@@ -447,18 +447,21 @@ class RelayIntake:
             writer.add_event(restart, run=process.identity.job_id)
         if batch.process is not None:
             writer.add_process(process, batch.process)
-        self._store_records(process.id, received.records, node_id)
-        for span in batch.spans:
-            writer.add_span(process, span)
-            self.recent.add_span(process.id, span)
+        if received.records:
+            self._store_records(process.id, received.records, node_id)
+        if batch.spans:
+            writer.add_spans(process, batch.spans)
+            self.recent.add_spans(process.id, batch.spans)
             for signal in self.signals:
-                signal.add_span(process.id, span)
+                signal.add_spans(process.id, batch.spans)
         for event in batch.events:
             self.add_event(self._clocks.on_ours(event, node_id), process, node_id)
-        self._begin_requests(batch.requests)
+        if batch.requests:
+            self._begin_requests(batch.requests)
         if batch.trackers and process.identity is not None:
             self.trackers.note(process.identity.job_id, batch.trackers)
-        self.profiling.ingest(process, batch)
+        if batch.capture is not None:
+            self.profiling.ingest(process, batch.capture)
 
     def _begin_requests(self, requests: list[wire.MeasureRequest]) -> None:
         """Begin what people have requested. Requests that cannot be served are counted."""

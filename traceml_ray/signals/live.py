@@ -54,7 +54,7 @@ class LiveSignal:
     Judges a signal while its session runs, from records as they arrive and from the steps. It may also have
     records stored. Methods that a signal does not need do nothing.
 
-    `add` and `add_span` are called with the writer's lock, `add_steps` with the lock of the step histories.
+    `add` and `add_spans` are called with the writer's lock, `add_steps` with the lock of the step histories.
     Any thread may call `fresh` and `latest`; only the thread that feeds the histories calls the rest.
     """
 
@@ -68,8 +68,8 @@ class LiveSignal:
     def add(self, process: int, record: Any) -> None:
         """Add the next record of a rank process (its number)."""
 
-    def add_span(self, process: int, span: wire.SpanSum) -> None:
-        """Add a span of a rank process."""
+    def add_spans(self, process: int, spans: Sequence[wire.SpanSum]) -> None:
+        """Add spans of a rank process."""
 
     def add_steps(
         self, run: str, history: StepHistory, processes: Mapping[int, int], now_ns: int, ends: bool

@@ -12,7 +12,7 @@ import json
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -225,9 +225,12 @@ class SessionWriter:
         """Add a measurement of a node's clock, see `analysis.node_clock`."""
         self._add("clock", (node_id, t_ns, offset_ns, bound_ns))
 
-    def add_span(self, process: RankProcess, span: wire.SpanSum) -> None:
-        """Add a span."""
-        self._add("span", (process.id, *msgspec.structs.astuple(span)))
+    def add_spans(self, process: RankProcess, spans: Iterable[wire.SpanSum]) -> None:
+        """Add spans."""
+        rows = self._pending.inserts["span"]
+        rows.extend([(process.id, *msgspec.structs.astuple(span)) for span in spans])
+        if len(rows) > self.max_pending_items:
+            self._cut("span")
 
     def add_record(self, kind: Kind[R], owner: int | str, record: R) -> None:
         """

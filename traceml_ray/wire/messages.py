@@ -425,6 +425,8 @@ class RankBatch(Message, tag="rank", frozen=True):
 
     def columns(self, skip: int = 0) -> Columns:
         """Return the columns of the rows, without the first `skip` rows."""
+        if not skip:
+            return self.keys, self.flags, self.rows, self.host_rows, self.leads
         row = ROW_BYTES * skip
         columns = self.keys[8 * skip :], self.flags[skip:], self.rows[row:]
         return *columns, self.host_rows[row:], self.leads[LEAD_BYTES * skip :]

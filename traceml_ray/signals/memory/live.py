@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -333,7 +333,7 @@ class _Run:
 
 class LiveMemory(LiveSignal):
     """
-    See `LiveSignal`: `add` and `add_span` are called with the writer's lock. Any thread may call the rest.
+    See `LiveSignal`: `add` and `add_spans` are called with the writer's lock. Any thread may call the rest.
 
     Args:
         lock: the writer's lock.
@@ -385,10 +385,14 @@ class LiveMemory(LiveSignal):
                 self._kept[place] = SampleBuffer.from_arrays(columns.t_ns, columns.step, columns.columns)
                 self._of_process.setdefault(columns.process, []).append(place)
 
-    def add_span(self, process: int, span: wire.SpanSum) -> None:
-        """Add a span of a rank process whose samples are kept, if the span is a collective."""
-        if process not in self._of_process or not is_collective(span.name):
-            return
+    def add_spans(self, process: int, spans: Sequence[wire.SpanSum]) -> None:
+        """Add those spans of a rank process that are collectives, if its samples are kept."""
+        if process in self._of_process:
+            for span in spans:
+                if is_collective(span.name):
+                    self._add_use(process, span)
+
+    def _add_use(self, process: int, span: wire.SpanSum) -> None:
         known = self._spans.setdefault(process, {})
         key = span.name, span.process_group
         use = known.get(key)
