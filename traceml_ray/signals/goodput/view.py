@@ -338,9 +338,9 @@ def _table(answer: Goodput) -> Table:
         Column("all ranks", lambda pair: amount(pair[1], answer), "figures"),
         Column("a rank", lambda pair: pair[1] / max(1, answer.ranks), "duration"),
     ]
-    if answer.cost is not None:
-        price = answer.price or 0.0
-        columns.append(Column("cost", lambda pair: text.number(price * pair[1] / 3600), "figures"))
+    if answer.cost:
+        price, digits = answer.price or 0.0, max(0, 2 - math.floor(math.log10(answer.cost)))
+        columns.append(Column("cost", lambda pair: text.number(price * pair[1] / 3600, digits), "figures"))
     note = "all ranks: their time added up. a rank: the mean, over all attempts."
     return Table("Where the time went", columns, _known(answer), note)
 
