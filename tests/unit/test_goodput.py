@@ -81,6 +81,31 @@ def test_where_the_time_of_one_attempt_went(tmp_path: Path) -> None:
     assert (answer.why, answer.twice_s) == ({}, 0)
 
 
+def test_the_wait_for_the_first_batch_is_data_loading(tmp_path: Path) -> None:
+    busy = Lived(tmp_path / "demo")
+    busy.start()
+    busy.step_on(30)
+    before = both(busy)
+    of_rank = busy.of_rank
+
+    def slow(rank: int) -> dict[str, Any]:
+        """The first step, which took 1 s, began 3 s earlier: with a wait of 3.5 s for its batch."""
+        fields = of_rank(rank)
+        first = busy.first - 4 * SECOND
+        lives = [
+            msgspec.structs.replace(life, first_step_ns=first, first_data_ns=7 * SECOND // 2)
+            for life in fields["life"]
+        ]
+        return {**fields, "life": lives}
+
+    busy.of_rank = slow  # type: ignore[method-assign]
+    busy.play(0)
+    answer = both(busy)
+    assert answer.seconds["data"] == pytest.approx(before.seconds["data"] + 4 * 3.5)
+    assert answer.seconds["preparation"] == before.seconds["preparation"] - 4 * 3.5
+    assert "data" in {one.what for one in answer.timeline}
+
+
 def restarted(folder: Path, first_step: int = 12, **at_start: Any) -> Lived:
     """20 steps with a checkpoint of 3 s by all ranks; killed; 8 s later 10 steps from `first_step` on."""
     busy = Lived(folder)

@@ -237,6 +237,7 @@ def test_rows_add_up_to_the_time_from_the_first_step_to_the_end_of_the_last() ->
         loop.step()
     times = loop.recorder.span_times(True)
     assert times is not None and times.first_row is not None and times.last_row is not None
+    assert times.first_data == 2
     assert times.last_row - times.first_row[0] == sum(loop.rows_ns())
     assert times.first_row[0] == 1000 + 77 + 9
 

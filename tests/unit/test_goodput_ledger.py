@@ -166,13 +166,13 @@ def test_the_sum_of_many_ranks_over_months_does_not_overflow() -> None:
 def test_where_intervals_overlap_the_first_kind_counts() -> None:
     pieces = [Piece(EVALUATION, 10, 30, 20), Piece(SAVE, 20, 25, 5)]
     parts = of_parts(pieces, [0, 5, 100, 100])
-    assert parts[INSIDE].tolist() == [5, 0, 15, 0, 0]
+    assert parts[INSIDE].tolist() == [5, 0, 15, 0, 0, 0]
 
 
 def test_intervals_that_were_joined_count_by_their_busy_time() -> None:
     pieces = [Piece(EVALUATION, 10, 110, 20, joined=True), Piece(SAVE, 20, 25, 5)]
     parts = of_parts(pieces, [0, 10, 60, 200])
-    assert parts.tolist() == [[0, 0, 0, 0, 0], [5, 0, 10, 0, 0], [0, 0, 10, 0, 0]]
+    assert parts.tolist() == [[0, 0, 0, 0, 0, 0], [5, 0, 10, 0, 0, 0], [0, 0, 10, 0, 0, 0]]
 
 
 _TIMES = st.integers(0, 1000)

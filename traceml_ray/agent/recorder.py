@@ -394,7 +394,8 @@ class Recorder(MarkLog):
         try:
             now, rows, times = self.clock(), self.steps.rows, self.steps.times
             over = times.drain(now, final)
-            return TimedNow(now, over, times.pending(now), rows.first_row, rows.last_row, rows.step)
+            pending = times.pending(now)
+            return TimedNow(now, over, pending, rows.first_row, rows.last_row, rows.step, rows.first_data)
         finally:
             self._lock.release()
 

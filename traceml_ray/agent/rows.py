@@ -186,6 +186,7 @@ class RowBuilder:
         ),
         *(
             "first",
+            "first_data",
             "first_row",
             "flags",
             "goes_on",
@@ -221,6 +222,8 @@ class RowBuilder:
         """When the pending row ended. Like the next ones, in ns on the clock of the marks."""
         self.first_row: tuple[int, int] | None = None
         """When the first row began, and when it ended."""
+        self.first_data = 0
+        """Part of the first row in which it waited for data, in ns."""
         self.last_row: int | None = None
         """When the newest complete row ended."""
         self.lengths = _NEVER, _NEVER
@@ -363,7 +366,7 @@ class RowBuilder:
             # a first row starts at its first data wait, because there was no sync before it
             row[POST_SYNC] = 0
             if self.first_row is None:
-                self.first_row = self.ended - sum(row), self.ended
+                self.first_row, self.first_data = (self.ended - sum(row), self.ended), row[DATA]
         if self.last_row is not None:
             self.lengths = self.lengths[1], self.ended - self.last_row
         self.last_row = self.ended

@@ -57,6 +57,8 @@ class TimedNow(NamedTuple):
     """When the newest complete row ended."""
     step: int
     """Step that is open."""
+    first_data: int
+    """Part of the first row in which it waited for data."""
 
 
 class _Open:

@@ -142,6 +142,7 @@ class LifeReport(Collector):
             times.step,
             times.now + wall if final else None,
             [_pending(span, times.now) for span in times.pending],
+            None if first is None else times.first_data,
         )
 
 

@@ -25,6 +25,7 @@ from traceml_ray.signals.goodput.ledger import (
     without_intervals,
 )
 from traceml_ray.signals.goodput.pieces import (
+    DATA,
     EVALUATION,
     EXPLICIT,
     HANG,
@@ -39,7 +40,8 @@ from traceml_ray.signals.goodput.pieces import (
 )
 from traceml_ray.signals.goodput.records import Life, LifeInterval
 from traceml_ray.signals.goodput.totals import RankTotals
-from traceml_ray.stages import DATA, STAGES
+from traceml_ray.stages import DATA as DATA_STAGE
+from traceml_ray.stages import STAGES
 from traceml_ray.store.rank_processes import (
     RankProcess,
     attempt_of,
@@ -56,6 +58,8 @@ _CATEGORIES = {
 }
 ASYNC = "checkpoint_save_async"
 _NEVER = 1 << 62
+_FIRST_DATA_NS = 100_000_000
+"""Shortest wait for the first batch that is data loading, and no part of the preparation."""
 _CHECKPOINTS = 32
 """Number of newest checkpoints of a process whose steps are kept."""
 _SAMPLE = 64
@@ -138,7 +142,7 @@ class Intervals:
         return [Piece(SAVE, begin, end, end - begin) for begin, end in spans if end > begin]
 
     def parts(self, process: int, pieces: Sequence[Piece], edges: tuple[int, ...]) -> Int64:
-        """Return the time of intervals by part (3, 5) ns, see `of_parts`. It is computed if they changed."""
+        """Return the time of intervals by part (3, 6) ns, see `of_parts`. It is computed if they changed."""
         key = len(pieces), pieces[-1:], edges
         before = self._parts.get(process)
         if before is None or before[0] != key:
@@ -376,7 +380,7 @@ class _Rank(NamedTuple):
     """When it attached, when its first row ended, when its newest row ended, when it ended (ns)."""
     pieces: list[Piece]
     parts: Int64
-    """(3, 5) ns: time of the pieces, see `of_parts`."""
+    """(3, 6) ns: time of the pieces, see `of_parts`."""
     stepped: bool = False
     over: bool = False
     """Whether its process ended by itself."""
@@ -405,6 +409,7 @@ def _rank(
     pieces, beside_ns = _pieces(process.id, life, sources.intervals, edges[3])
     if over:
         pieces += sources.intervals.waited_for(process.id, life, edges[2])
+    pieces += _first_data(life)
     pieces += _hung(hangs, end)
     stepped = life.first_row_ns is not None
     return _Rank(
@@ -412,11 +417,19 @@ def _rank(
     )
 
 
+def _first_data(life: Life) -> list[Piece]:
+    """Return the wait for the first batch, which is not in the sums of the steps."""
+    if life.first_step_ns is None or life.first_data_ns is None or life.first_data_ns < _FIRST_DATA_NS:
+        return []
+    end = life.first_step_ns + life.first_data_ns
+    return [Piece(DATA, life.first_step_ns, end, life.first_data_ns)]
+
+
 def _parts(
     intervals: Intervals, process: int, pieces: Sequence[Piece], edges: tuple[int, int, int, int], runs: bool
 ) -> Int64:
     """
-    Return the time of intervals by part (3, 5) ns. The edges of a rank that runs move, so that all parts are
+    Return the time of intervals by part (3, 6) ns. The edges of a rank that runs move, so that all parts are
     computed again only of intervals after its newest row.
     """
     if not pieces or not runs:
@@ -474,7 +487,7 @@ def _hung_in(rank: int, hangs: Sequence[Hang], end: int) -> tuple[int, int]:
     waited = sum(
         piece.busy_ns for piece in _hung([one for one in hangs if one.ranks and rank not in one.ranks], end)
     )
-    named = [one for one in hangs if rank in one.ranks and one.stage == STAGES[DATA]]
+    named = [one for one in hangs if rank in one.ranks and one.stage == STAGES[DATA_STAGE]]
     return waited, sum(piece.busy_ns for piece in _hung(named, end))
 
 

@@ -63,7 +63,7 @@ class RankMoments:
     waited_ns: Int64
     """Parts of `took_ns`: waiting for data, and for other ranks."""
     explicit: Int64
-    """(R, 3, 5) ns: intervals by part, see `of_parts`."""
+    """(R, 3, 6) ns: intervals by part, see `of_parts`."""
     others: Int64
     """(R, 3, 3) ns: time in which other ranks saved, loaded or evaluated, see `of_others`."""
     hung_ns: Int64
@@ -140,7 +140,8 @@ def _by_rank(attempt: Attempt) -> tuple[Int64, int, int]:
     waited = _for_others(sums, waited, ranks.others[:, INSIDE], OF_OTHERS)
     after = _for_others(sums, left[AFTER], ranks.others[:, AFTER], OF_OTHERS)
     sums[:, PREPARATION] = prepared
-    sums[:, PRODUCTIVE], sums[:, DATA], sums[:, WAITING] = work, data, waited
+    sums[:, PRODUCTIVE], sums[:, WAITING] = work, waited
+    sums[:, DATA] += data
     sums[:, OTHER] += not_rows + np.where(ranks.over, 0, after)
     sums[:, IDLE] = np.where(ranks.over, after, 0) + (end - ended)
     _move_wasted(sums, attempt.wasted)

@@ -19,7 +19,7 @@ CATEGORIES = (
 """Where the time of a rank goes. All but the first and the last are badput."""
 PRODUCTIVE, DATA, WAITING, SAVE, RESTORE, EVALUATION = range(6)
 STARTUP, PREPARATION, HANG, WASTED, RECOVERY, IDLE, OTHER = range(6, len(CATEGORIES))
-EXPLICIT = SAVE, RESTORE, EVALUATION, HANG, OTHER
+EXPLICIT = SAVE, RESTORE, EVALUATION, HANG, OTHER, DATA
 """Categories of intervals. Where intervals overlap, the first one counts."""
 OF_OTHERS = SAVE, RESTORE, EVALUATION
 """Categories in which other ranks may wait for one: rank 0 saves, the others wait in a barrier."""
@@ -34,7 +34,7 @@ many of the lowest ranks, and of those with the most time in each category.
 
 
 class Piece(NamedTuple):
-    """An interval of a rank, of one of `EXPLICIT`."""
+    """An interval of one of `EXPLICIT`: `OTHER` is a pause, `DATA` the wait for the first batch."""
 
     category: int
     began_ns: int
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
 def of_parts(pieces: Sequence[Piece], edges: Sequence[int]) -> Int64:
     """
-    Return the time of intervals in the three parts of a rank's life, (3, 5) ns, in order of `EXPLICIT`.
+    Return the time of intervals in the three parts of a rank's life, (3, 6) ns, in order of `EXPLICIT`.
 
     Args:
         pieces: intervals of the rank.
@@ -114,7 +114,7 @@ def of_others(pieces: Sequence[Sequence[Piece]], edges: Int64, explicit: Int64) 
     Args:
         pieces: intervals of each of R ranks.
         edges: (R, 4) ns, see `of_parts`.
-        explicit: (R, 3, 5) ns, the time of these intervals, as `of_parts` returns it.
+        explicit: (R, 3, 6) ns, the time of these intervals, as `of_parts` returns it.
     """
     others: Int64 = np.zeros((len(edges), 3, len(OF_OTHERS)), np.int64)
     every: list[list[tuple[int, int]]] = []

@@ -93,6 +93,8 @@ class Life(Part, frozen=True):
     ended_ns: Int64 | None = None
     """When the process ended. None: it still runs, or it was killed."""
     open: Annotated[list[OpenInterval], FEW] = []
+    first_data_ns: Count | None = None
+    """Part of the first row in which it waited for data, at its begin."""
 
     def open_intervals(self, sent: Iterable[int] = (), until_ns: int = 0) -> list[LifeInterval]:
         """
