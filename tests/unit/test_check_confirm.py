@@ -117,6 +117,7 @@ def test_advice_that_is_specific_or_about_what_was_not_compared_stays(given: dic
         [level("node-0"), level("node-1", state="no peers")],
         [level("node-0", "disk_read"), level("node-1", "disk_read")],
         [level("node-1"), level("node-1", state="unsure")],
+        [level("node-1", "core_matmul"), level("node-1", state="unsure")],
         [level("node-1"), level("node-1", "gpu_matmul", device=1, state="unsure")],
         [level("node-1"), level("node-1", "to_host", device=1)],
         [level("node-1", "ready_time"), level("node-1", "unstolen")],

@@ -126,6 +126,9 @@ def _compared(result: CheckResult, nodes: Sequence[str]) -> set[str]:
     compared = set.intersection(*alike)
     has_gpus = any(row.device is not None for row in rows)
     computes = compared & (_ON_GPU if has_gpus else _ON_CPU)
+    # A core by itself does not show what a quota withholds from all of them.
+    if not has_gpus and any(row.probe == "cpu_matmul" and row.state == "unsure" for row in rows):
+        return set()
     return compared if computes and "ready_time" not in unsure else set()
 
 
