@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from played import Played
 from sessions import LIMITS
@@ -111,6 +112,16 @@ def test_what_the_peers_have_as_well_is_no_reason() -> None:
     busy = MachineState(cores=8, others_cores=3.0)
     others = [checked(number, 0.5 if number == 1 else 0.95, state=busy) for number in range(3)]
     assert judged_beside(others, "node-1").slow == []
+
+
+def test_trials_that_vary_too_much_say_nothing() -> None:
+    nodes = [checked(number, 0.4) for number in range(3)]
+    rng = np.random.default_rng(0)
+    for node in nodes:
+        node.measures[0].values[:] = (0.35 * np.exp(rng.normal(0, 0.25, 10))).tolist()
+    result = judged_beside(nodes, "node-1")
+    assert result.slow == [] and states(result, "node-1")["ready_time"] == "unsure"
+    assert any(one.startswith("CPU time that the ranks get") for one in result.unsure)
 
 
 def test_time_that_the_hypervisor_takes_is_named() -> None:

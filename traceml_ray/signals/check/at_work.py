@@ -8,11 +8,21 @@ from statistics import median
 
 import msgspec
 
-from traceml_ray.signals.check.judge import OTHERS_CORES, CheckResult, in_order, judged, state_notes
+from traceml_ray import text
+from traceml_ray.signals.check.judge import (
+    LIMITS,
+    OTHERS_CORES,
+    CheckResult,
+    in_order,
+    judged,
+    state_notes,
+)
 from traceml_ray.signals.check.records import BESIDE, Checked, MachineState
 
 _ALIKE = 0.95
 """Part of the peers' quota from which on a quota is no smaller."""
+_SEES = 0.25
+"""A node is as fast as others only if a difference of this size would have been seen, as a share (0..1)."""
 _TOGETHER_NS = 10_000_000_000
 """Checks of one moment begin within this time, in ns: clocks of nodes may differ."""
 
@@ -45,11 +55,17 @@ def judged_beside(checks: Sequence[Checked], node: str | None) -> CheckResult:
     compared = [*machines.values()]
     result = judged([msgspec.structs.replace(one, state=_own_causes(one, compared)) for one in compared])
     result.notes = [*state_notes(compared), *_not_measured(ordered)]
+    for row in result.levels:
+        if row.state == "alike" and (row.sees is None or row.sees > _SEES):
+            row.state = "unsure"
+            row.why = f"only {text.share(row.sees)} would be beyond chance here."
+            about = LIMITS[row.probe].about
+            result.unsure.append(f"{about[:1].upper()}{about[1:]}, {row.subject} of {row.node}: {row.why}")
     if len(machines) == 1:
         for row in result.levels:
-            row.state = "no peers" if row.state == "alike" else row.state
+            row.state = row.state if row.state == "slow" else "no peers"
         result.unsure = [f"There is no other machine that {ordered[0].node} can be compared with."]
-        result.levels = in_order(result.levels)
+    result.levels = in_order(result.levels)
     return result
 
 
