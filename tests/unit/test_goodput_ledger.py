@@ -62,6 +62,7 @@ def attempt(
     hung: tuple[int, int] = (0, 0),
     others: Any = None,
     before: int = 0,
+    replaced: bool = False,
 ) -> Attempt:
     """An attempt of ranks with these moments (attached, first row, newest row, ended), in s."""
     moments = np.array(marks or ((10, 20, 90, 95),), np.int64).T
@@ -78,7 +79,7 @@ def attempt(
     sums = [np.full(count, UNKNOWN if rows is None else rows[place] * S, np.int64) for place in range(3)]
     known = np.where(moments < 0, UNKNOWN, moments * S)
     table = RankMoments(
-        np.arange(count), known[0], np.full(count, before * S), *known[1:],
+        np.arange(count), known[0], np.full(count, before * S), np.full(count, replaced), *known[1:],
         over=np.full(count, over), took_ns=sums[0], data_ns=sums[1],
         waited_ns=sums[2], explicit=explicit,
         others=np.array(others or np.zeros((count, 3, 3)), np.int64) * S,
@@ -202,7 +203,8 @@ def attempts(draw: st.DrawFn) -> Attempt:
     )  # fmt: skip
     edges = sorted(draw(st.lists(_TIMES, min_size=4, max_size=4)))
     ranks = RankMoments(
-        np.arange(count), *(array(draw(times)) for _ in range(5)),
+        np.arange(count), *(array(draw(times)) for _ in range(2)), array(draw(times)) > 50,
+            *(array(draw(times)) for _ in range(3)),
         over=np.array(draw(st.lists(st.booleans(), min_size=count, max_size=count))),
         took_ns=took, data_ns=np.where(took < 0, UNKNOWN, np.maximum(data, 0)),
         waited_ns=np.where(took < 0, UNKNOWN, np.maximum(waited, 0)),
@@ -329,5 +331,10 @@ def test_what_a_checkpoint_says_counts_if_one_with_so_many_steps_was_saved() -> 
 
 
 def test_a_process_that_replaced_another_did_not_start_for_as_long_as_that_lived() -> None:
-    sums = seconds(balance(attempt((60, 65, 90, 95), rows=(20, 0, 0), before=57)))
+    sums = seconds(balance(attempt((60, 65, 90, 95), rows=(20, 0, 0), before=57, replaced=True)))
     assert (sums[STARTUP], sums[OTHER], sums[PREPARATION]) == (3, 57 + 5, 5)
+
+
+def test_a_rank_that_joins_late_is_idle_until_then() -> None:
+    sums = seconds(balance(attempt((60, 65, 90, 95), rows=(20, 0, 0), before=57)))
+    assert (sums[STARTUP], sums[IDLE]) == (3, 57 + 5 + 5)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,6 +58,8 @@ _CATEGORIES = {
 }
 ASYNC = "checkpoint_save_async"
 _NEVER = 1 << 62
+_LATE_NS = 10_000_000_000
+"""Time after the first process of an attempt from which on a process has joined late."""
 _FIRST_DATA_NS = 100_000_000
 """Shortest wait for the first batch that is data loading, and no part of the preparation."""
 _CHECKPOINTS = 32
@@ -287,6 +289,7 @@ def _unseen(launched_ns: int, first: Started) -> list[Started]:
         ranks=none,
         attached_ns=none,
         before_ns=none,
+        replaced=np.zeros(0, np.bool_),
         first_row_ns=none,
         last_row_ns=none,
         ended_ns=none,
@@ -332,10 +335,12 @@ def _started(sources: Sources, generation: Sequence[RankProcess], begin: int, un
     edges, explicit = np.array([row.edges for row in rows], np.int64), np.array([row.parts for row in rows])
     others = of_others([row.pieces for row in rows], edges, explicit)
     stepped = np.array([row.stepped for row in rows])
+    before_ns, replaced = _before(generation, of_rank, begin, sources)
     table = RankMoments(
         ranks=np.array([*of_rank], np.int64),
         attached_ns=edges[:, 0],
-        before_ns=_before(generation, of_rank, begin, sources),
+        before_ns=before_ns,
+        replaced=replaced,
         first_row_ns=np.where(stepped, edges[:, 1], UNKNOWN),
         last_row_ns=edges[:, 2],
         ended_ns=edges[:, 3],
@@ -360,17 +365,19 @@ def _started(sources: Sources, generation: Sequence[RankProcess], begin: int, un
 
 def _before(
     generation: Sequence[RankProcess], of_rank: Mapping[int, RankProcess], begin: int, sources: Sources
-) -> Int64:
-    """Return the time in ns from `begin` to the start of each process that replaced one, else 0 (R,)."""
+) -> tuple[Int64, np.ndarray[Any, Any]]:
+    """
+    Return the time in ns from `begin` to the start of each process that joined late or replaced another, else
+    0 (R,), and whether it replaced another (R,).
+    """
     first: dict[int | None, int] = {}
     for process in generation:
         first.setdefault(process.rank, process.id)
     lives = sources.lives.by_process
-    late = [
-        max(0, _born(process, lives.get(process.id)) - begin) if first[rank] != process.id else 0
-        for rank, process in of_rank.items()
-    ]
-    return np.array(late, np.int64)
+    replaced = np.array([first[rank] != process.id for rank, process in of_rank.items()], np.bool_)
+    born = [_born(process, lives.get(process.id)) for process in of_rank.values()]
+    before = np.maximum(np.array(born, np.int64) - begin, 0)
+    return np.where(replaced | (before > _LATE_NS), before, 0), replaced
 
 
 class _Rank(NamedTuple):

@@ -46,9 +46,11 @@ class RankMoments:
     attached_ns: Int64
     before_ns: Int64
     """
-    Time at the begin of the attempt in which another process was the rank: this one replaced it. What that
-    did is not known.
+    Time at the begin of the attempt before its process was started, if it joined late or replaced another. 0:
+    it started with the others.
     """
+    replaced: np.ndarray[Any, Any]
+    """Whether another process was the rank before (R,) bool. What that did is not known."""
     first_row_ns: Int64
     """When the first row ended. UNKNOWN: there is no complete row."""
     last_row_ns: Int64
@@ -130,8 +132,9 @@ def _by_rank(attempt: Attempt) -> tuple[Int64, int, int]:
         np.where(known & stepped, part, 0) for part in (ranks.took_ns, ranks.data_ns, ranks.waited_ns)
     )
     last = np.clip(np.maximum(ranks.last_row_ns, first + took), first, ended)
-    sums[:, OTHER] = np.clip(ranks.before_ns, 0, attached - begin)
-    sums[:, STARTUP] = attached - begin - sums[:, OTHER]
+    before = np.clip(ranks.before_ns, 0, attached - begin)
+    sums[:, OTHER], sums[:, IDLE] = np.where(ranks.replaced, before, 0), np.where(ranks.replaced, 0, before)
+    sums[:, STARTUP] = attached - begin - before
     left, twice = _explicit_parts(ranks, sums, (first - attached, last - first, ended - last))
     work, data, waited, excess = _in_rows(ranks, took, data, waited, left[INSIDE])
     not_rows = left[INSIDE] - work - data - waited
@@ -143,7 +146,7 @@ def _by_rank(attempt: Attempt) -> tuple[Int64, int, int]:
     sums[:, PRODUCTIVE], sums[:, WAITING] = work, waited
     sums[:, DATA] += data
     sums[:, OTHER] += not_rows + np.where(ranks.over, 0, after)
-    sums[:, IDLE] = np.where(ranks.over, after, 0) + (end - ended)
+    sums[:, IDLE] += np.where(ranks.over, after, 0) + (end - ended)
     _move_wasted(sums, attempt.wasted)
     return sums, _sum(twice + excess), _sum(np.where(known, 0, not_rows))
 
