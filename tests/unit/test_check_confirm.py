@@ -59,10 +59,10 @@ def test_slow_part_explains_a_straggler_that_uses_it(
     verdict = straggler(*ranks, stages=(stage,))
     (finding,) = steps = of_verdict(verdict)
     assert explained(one, steps, RANKS) is (finding if explains else None)
-    told = confirmed(verdict, CheckResult(slow=[one], levels=ALIKE.levels, ranks=RANKS))
+    answer = confirmed(verdict, CheckResult(slow=[one], levels=ALIKE.levels, ranks=RANKS))
     theirs = bool({*one.nodes} & {*verdict.nodes})
-    assert told.confirmed is (True if explains else None if theirs else told.confirmed)
-    assert not (theirs and told.confirmed is False), "a node with a slow part is not as fast as others"
+    assert answer.confirmed is (True if explains else None if theirs else answer.confirmed)
+    assert not (theirs and answer.confirmed is False), "a node with a slow part is not as fast as others"
 
 
 @pytest.mark.parametrize(
@@ -77,19 +77,19 @@ def test_slow_part_explains_a_straggler_that_uses_it(
 )
 def test_verdict_says_that_the_machine_is_slow_and_what_to_do(kind: str, check: str) -> None:
     result = CheckResult(slow=[slow(**SLOW)], levels=[level("node-1", state="slow")], ranks=RANKS, kind=kind)
-    told = confirmed(straggler(2, 3), result)
-    assert told.confirmed is True and told.next == "Replace it."
-    assert told.why == f"It is late. Confirmed by {check}: It multiplies 14 % slower."
+    answer = confirmed(straggler(2, 3), result)
+    assert answer.confirmed is True and answer.next == "Replace it."
+    assert answer.why == f"It is late. Confirmed by {check}: It multiplies 14 % slower."
 
 
 def test_verdict_on_a_node_that_is_as_fast_as_others_says_so() -> None:
-    told = confirmed(straggler(3), ALIKE)
-    assert told.confirmed is False
-    assert told.why == (
+    answer = confirmed(straggler(3), ALIKE)
+    assert answer.confirmed is False
+    assert answer.why == (
         "It is late. Not confirmed by a check: node-1 is as fast as other nodes "
         "(matrix multiplication, all cores; memory of the host)."
     )
-    assert told.next.startswith("Look at what rank 3 does: its data")
+    assert answer.next.startswith("Look at what rank 3 does: its data")
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_verdict_on_a_node_that_is_as_fast_as_others_says_so() -> None:
     ],
 )
 def test_advice_that_is_specific_or_about_what_was_not_compared_stays(given: dict[str, Any]) -> None:
-    told = confirmed(straggler(3, **given), ALIKE)
-    assert told.confirmed is False and told.next == "Look at the inputs."
+    answer = confirmed(straggler(3, **given), ALIKE)
+    assert answer.confirmed is False and answer.next == "Look at the inputs."
     with_disk = CheckResult(levels=[*ALIKE.levels, level("node-1", "disk_read")])
     general = "stages" in given
     assert confirmed(straggler(3, **given), with_disk).next.startswith("Look at what rank 3") is general
@@ -137,14 +137,14 @@ def test_only_stragglers_are_confirmed() -> None:
 
 
 def test_ranks_of_several_nodes_need_all_of_them_to_be_alike() -> None:
-    told = confirmed(straggler(0, 3), ALIKE)
-    assert "node-0 and node-1 are as fast as other nodes" in told.why and "do: their data" in told.next
+    answer = confirmed(straggler(0, 3), ALIKE)
+    assert "node-0 and node-1 are as fast as other nodes" in answer.why and "do: their data" in answer.next
     half = CheckResult(levels=[level("node-0"), level("node-1", state="unsure")])
     assert confirmed(straggler(0, 3), half).confirmed is None
 
 
 def test_other_causes_are_confirmed_too() -> None:
     verdict = straggler(label="imbalance", also=(straggler(3), straggler(0)))
-    told = confirmed(verdict, CheckResult(slow=[slow(**SLOW)], levels=ALIKE.levels, ranks=RANKS))
-    assert (told.label, told.confirmed, told.why) == ("imbalance", None, verdict.why)
-    assert [one.confirmed for one in told.also] == [True, False]
+    answer = confirmed(verdict, CheckResult(slow=[slow(**SLOW)], levels=ALIKE.levels, ranks=RANKS))
+    assert (answer.label, answer.confirmed, answer.why) == ("imbalance", None, verdict.why)
+    assert [one.confirmed for one in answer.also] == [True, False]

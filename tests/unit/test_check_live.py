@@ -127,11 +127,11 @@ def test_verdict_is_confirmed_alike_while_it_runs_after_a_restart_and_in_the_rep
     with SessionFile(tmp_path / "session.sqlite") as file:
         assert file.verdicts()[0][-1]["confirmed"] is confirmed  # read while it runs
         summary = summarize(file, LIMITS)
-    told = summary.verdict
-    assert (told.confirmed, said(told.why), told.next) == (confirmed, said(live.why), live.next)
-    assert summary.conclusion.why == told.why and summary.conclusion.next == told.next
+    answer = summary.verdict
+    assert (answer.confirmed, said(answer.why), answer.next) == (confirmed, said(live.why), live.next)
+    assert summary.conclusion.why == answer.why and summary.conclusion.next == answer.next
     named = next(one for one in summary.findings if one.signal == "steps")
-    assert named.evidence["confirmed"] is confirmed and named.why == told.why
+    assert named.evidence["confirmed"] is confirmed and named.why == answer.why
     restarted = aggregation(tmp_path, job.clock)
     restarted.judge()
     again = query.ask_one(restarted.query, query.GetVerdict())
@@ -200,8 +200,8 @@ def test_check_beside_the_job_confirms_alike_live_and_in_the_report(
     live = verdict_of(job)
     assert live.confirmed is confirmed and said(live.why).startswith(begins)
     with SessionFile(tmp_path / "session.sqlite") as file:
-        told = summarize(file, LIMITS).verdict
-    assert (told.confirmed, said(told.why), told.next) == (confirmed, said(live.why), live.next)
+        answer = summarize(file, LIMITS).verdict
+    assert (answer.confirmed, said(answer.why), answer.next) == (confirmed, said(live.why), live.next)
 
 
 # -- what is kept
