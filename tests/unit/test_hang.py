@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from snapshot import Snapshot
 
-from traceml_ray.analysis.hang import RankPosition, find
+from traceml_ray.analysis.hang import RankPosition, find, with_unknown
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC, SYNC_WAIT
 
@@ -90,6 +90,22 @@ def test_rank_that_waits_in_a_call_that_is_no_span_is_seen(snapshot: Snapshot) -
     ]
     assert named(*groups)[:2] == ("hang", (3,))
     snapshot("verdict", why(*groups))
+
+
+def test_rank_that_never_reported_is_named_instead_of_the_network(snapshot: Snapshot) -> None:
+    """As one that is stopped before its first report arrives."""
+    places = [place(rank, where="train (train.py:60)") for rank in (0, 2, 3)]
+    verdict = with_unknown(find(places, QUIET_S), [1], places)
+    assert verdict is not None and (verdict.label, verdict.ranks) == ("hang", ())
+    snapshot("verdict", f"{verdict.why}\n{verdict.next}")
+    named_rank = find([place(0, DATA), place(2)], QUIET_S)
+    assert with_unknown(named_rank, [1], places) is named_rank
+
+
+def test_groups_that_all_ranks_make_at_the_same_line_may_be_in_another_order() -> None:
+    groups = [place(rank, POST_SYNC, where="f (t.py:2)", call="new_group", still_s=18.0) for rank in range(4)]
+    verdict = find(groups, QUIET_S)
+    assert verdict is not None and "same groups in the same order" in verdict.next
 
 
 def test_rank_that_pickles_inside_a_call_is_busy() -> None:

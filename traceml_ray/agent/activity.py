@@ -38,6 +38,8 @@ _MAX_FRAMES, _MAX_PROCESSES, _MAX_THREADS, _MAX_LOOKS = 200, 64, 64, 8
 _DEBUGGERS = ("/pdb.py", "/pydevd.py")
 _PAUSES = {"interaction", "cmdloop", "_cmdloop", "do_wait_suspend", "_do_wait_suspend"}
 """Functions of debuggers in which a thread is paused. Others are in the stack of all that runs there."""
+_SLACK_S = 1.0
+"""Time by which the age of a stage may be out of date when processes are looked at, in s."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -175,7 +177,7 @@ def _started(native: int | None, open_s: float) -> tuple[float, int, int]:
     """
     seconds, size, switches = 0.0, 0, 0
     pending, seen = _children(os.getpid(), native), 0
-    since_s = time.clock_gettime(time.CLOCK_BOOTTIME) - open_s
+    since_s = time.clock_gettime(time.CLOCK_BOOTTIME) - open_s - _SLACK_S
     while pending and seen < _MAX_PROCESSES:
         process = pending.pop(0)
         seen += 1

@@ -154,7 +154,7 @@ def find(places: Sequence[RankPosition], quiet_s: float) -> Verdict | None:
         open_stage=stage,
         span=first.span if first else None,
         why=f"{_why(blocking, others, answering)} No step was closed for {text.age(quiet_s)}.",
-        next=_next(blocking, stalled),
+        next=_next(blocking, answering, stalled),
         stacks=_stacks(blocking, others),
     )
 
@@ -211,6 +211,32 @@ def with_mismatch(
         why=f"{mismatch.why} {none} for {text.age(quiet_s)}.",
         next=mismatch.next,
         stacks=_stacks(blocking, others),
+    )
+
+
+def with_unknown(
+    finding: Verdict | None, unknown: Sequence[int], places: Sequence[RankPosition]
+) -> Verdict | None:
+    """
+    Return `finding`; if it is a hang of no rank, with the ranks that have never reported.
+
+    Args:
+        finding: verdict of `find`, or of `with_mismatch`.
+        unknown: ranks of the job of which nothing has arrived.
+        places: positions of the other ranks.
+    """
+    if finding is None or finding.label != "hang" or finding.ranks or not unknown:
+        return finding
+    who = text.ranks(unknown)
+    others = [place for place in places if place.waits and not place.ended] or places
+    have, it = ("has", "it") if len(unknown) == 1 else ("have", "them")
+    age = finding.why.rpartition(" No step was closed")[2]
+    why = (
+        f"{who[0].upper()}{who[1:]} {have} never reported, so nothing is known of {it}; {_others(others)}. "
+        f"No step was closed{age}"
+    )
+    return msgspec.structs.replace(
+        finding, why=why, next=f"Look at the process and the machine of {who}, and at its last output."
     )
 
 
@@ -333,7 +359,21 @@ def _others(others: Sequence[RankPosition]) -> str:
 _PLURAL = {"waits": "wait", "is": "are"}
 
 
-def _next(blocking: Sequence[RankPosition], stalled: bool) -> str:
+_MAKE_GROUPS = (
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "split_group",
+    "init_device_mesh",
+)
+
+
+def _next(blocking: Sequence[RankPosition], answering: Sequence[RankPosition], stalled: bool) -> str:
+    if not blocking and answering and all(place.call in _MAKE_GROUPS for place in answering):
+        return (
+            "All ranks have to make the same groups in the same order, also those that they are no member "
+            "of: look at what the list of groups depends on."
+        )
     if not blocking:
         return "Look at the network between the nodes, and whether every rank takes part in every collective."
     who = text.ranks([place.rank for place in blocking])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from traceml_ray.analysis.hang import WAITED, RankPosition, find, is_stopped, with_mismatch
+from traceml_ray.analysis.hang import WAITED, RankPosition, find, is_stopped, with_mismatch, with_unknown
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import starts_of
 from traceml_ray.monitor.live_steps import LiveSteps
@@ -119,6 +119,7 @@ class HangWatch:
         hangs = finding is not None and finding.label == "hang"
         mismatch = self.reports.mismatch(asked, hang.prefix, hang.answered, hangs)
         finding = with_mismatch(finding, mismatch, places, quiet_s)
+        finding = with_unknown(finding, _unknown(ranks), places)
         proven = finding is not None and finding.label == "hang"
         if not hang.proven and (proven or hang.doubts_again(now)):
             hang.found_ns, hang.ended, hang.rounds = now, ended, hang.rounds + 1
@@ -273,6 +274,13 @@ def _is_expected(processes: list[RankProcess], ranks: dict[int, RankProcess]) ->
 def _progress_ns(process: RankProcess) -> int:
     """Return when a rank process last made progress, in ns: it closed a row, or began."""
     return process.last_rows_ns or process.first_seen_ns
+
+
+def _unknown(ranks: dict[int, RankProcess]) -> list[int]:
+    """Return the ranks of a job of which nothing has arrived."""
+    identity = ranks[min(ranks)].identity
+    world = identity.world_size if identity is not None else None
+    return [rank for rank in range(world or 0) if rank not in ranks]
 
 
 def _same(one: Verdict, other: Verdict | None) -> bool:
