@@ -27,11 +27,12 @@ from traceml_ray.document.model import (
 from traceml_ray.document.timezone import clocks
 from traceml_ray.signals.finding import Finding, OnSteps, key_of
 from traceml_ray.signals.goodput.answer import CPU, AttemptGoodput, Goodput, amount, goodput, start_names
-from traceml_ray.signals.goodput.attempts import Hang, Intervals, Lives, Sources, Totals
+from traceml_ray.signals.goodput.attempts import Hang, Sources
 from traceml_ray.signals.goodput.pieces import (
     CATEGORIES,
 )
 from traceml_ray.signals.goodput.records import LIFE, LIFECYCLE
+from traceml_ray.signals.goodput.reported import Intervals, Lives, Totals
 from traceml_ray.signals.goodput.totals import TOTALS
 from traceml_ray.signals.throughput.judge import WorkHistory, time_left
 from traceml_ray.signals.throughput.records import WORK
