@@ -27,7 +27,7 @@ from traceml_ray.analysis.chance import (
 )
 from traceml_ray.analysis.evidence import Cause, Evidence
 from traceml_ray.analysis.thresholds import Thresholds
-from traceml_ray.analysis.window import Float, Int64
+from traceml_ray.analysis.window import Bool, Float, Int64
 from traceml_ray.stages import BACKWARD, FORWARD, SYNC_WAIT
 
 MOST_STEPS = 1000
@@ -60,7 +60,7 @@ class PastSteps:
 
     @cached_property
     def _steps(self) -> int:
-        return sum(len(step_ns) for *_, step_ns in self.pieces)
+        return sum([len(step_ns) for _, _, step_ns in self.pieces])
 
     def then(self, evidence: Evidence) -> PastSteps:
         """Return these steps followed by those of a window. If its ranks differ, only the window's."""
@@ -296,14 +296,16 @@ class _Steps:
         work, z = self.past.work(stage, columns), self._z(places, columns, stage, self.past.stay(stage))
         least = least_z(len(share), len(self.excess))
         sure = z >= least
-        if sure.all() and self._stand_out(share[columns], places, work):
+        all_sure = bool(sure.all())
+        if all_sure and self._stand_out(share[columns], places, work):
             return candidates, z
-        late = np.isin(np.arange(len(columns)), places)
+        late = _marked(len(columns), places)
         alike = usually_alike(work, late, share[candidates] * self.step_ns)
         if alike.any():
             z = np.where(alike, self._z(places, columns, stage, 1.0), z)
             sure = z >= least
-        if not alike[sure].all() and not self._stand_out(share[columns], places[sure], work):
+        hidden = all_sure and bool(sure.all())  # asked above
+        if not alike[sure].all() and (hidden or not self._stand_out(share[columns], places[sure], work)):
             return candidates[:0], z[:0]
         return candidates[sure], z[sure]
 
@@ -318,7 +320,7 @@ class _Steps:
         """Whether the ranks at `places` are later than the levels of the other ranks differ."""
         if not len(places) or len(places) == len(share):
             return True
-        late = np.isin(np.arange(len(share)), places)
+        late = _marked(len(share), places)
         lateness = float(share[late].min() - np.median(share[~late])) * self.step_ns
         return lateness >= least_lateness(work, late, lateness, len(self.excess))
 
@@ -354,6 +356,13 @@ def _late_in_past(past: PastSteps, steps: int, thresholds: Thresholds, *, of_sum
         return []
     newest = _Steps(excess, np.median(excess, axis=0) / step_ns, step_ns, past, excess, sums)
     return newest.late(thresholds, of_sums=of_sums)
+
+
+def _marked(ranks: int, places: Int64) -> Bool:
+    """Return whether each of `ranks` ranks is at one of `places` (R,)."""
+    marked = np.zeros(ranks, dtype=bool)
+    marked[places] = True
+    return marked
 
 
 def _often(excess: Float | Int64, least: float) -> bool:
