@@ -43,12 +43,19 @@ TWO_MEANINGS = {
 
 
 @functools.cache
+def _nodes(name: str) -> list[ast.Import | ast.ImportFrom | ast.ClassDef]:
+    """Return the imports and classes of a module, also those inside functions."""
+    nodes = ast.walk(ast.parse(MODULES[name].read_text()))
+    return [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom, ast.ClassDef))]
+
+
+@functools.cache
 def _imports(name: str) -> list[tuple[str, str]]:
     """Return (module, name taken from it) of all imports, also of those inside functions."""
     taken_by: list[tuple[str, str]] = []
     path = MODULES[name]
     package = ("traceml_ray." + name).split(".")[: None if path.name == "__init__.py" else -1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(name):
         if isinstance(node, ast.Import):
             imported = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -148,8 +155,8 @@ def test_each_module_is_reached_by_tests() -> None:
 def test_a_class_name_means_one_thing() -> None:
     """Public names, of the whole package: a name that two modules define is looked up twice."""
     places: dict[str, list[str]] = {}
-    for name, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for name in MODULES:
+        for node in _nodes(name):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(name)
     twice = {name: where for name, where in places.items() if len(where) > 1}
