@@ -296,6 +296,10 @@ def _of_attempt(notes: dict[int, list[dict[str, Any]]], begin: int, again: int) 
             )
             length = note["to"] - before - outside
             waited = note["to"] - note["arrived"] - shortest[note["step"]]
+            for what, category in (("save", "checkpoint_save"), ("evaluation", "evaluation")):
+                meanwhile = min(waited, _alone(notes, rank, what, before, note["to"]))
+                sums[category] += meanwhile
+                waited, length = waited - meanwhile, length - meanwhile
             data = note["have"] - note["since"]
             if length > HANG_S * 1e9:
                 sums["hang"] += length
@@ -307,6 +311,24 @@ def _of_attempt(notes: dict[int, list[dict[str, Any]]], begin: int, again: int) 
                 sums["productive"] += length - data - waited
             before = note["to"]
     return sums
+
+
+def _alone(notes: dict[int, list[dict[str, Any]]], rank: int, what: str, since: int, to: int) -> int:
+    """Return the ns from `since` to `to` in which the other rank saved or evaluated, and this one did not."""
+    mine, others = (
+        [note for other, some in notes.items() if (other == rank) == of_this for note in some]
+        for of_this in (True, False)
+    )
+    alone = 0
+    for other in (note for note in others if note["what"] == what):
+        begin, end = max(since, other["since"]), min(to, other["to"])
+        both = sum(
+            max(0, min(end, note["to"]) - max(begin, note["since"]))
+            for note in mine
+            if note["what"] in ("save", "evaluation")
+        )
+        alone += max(0, end - begin - both)
+    return alone
 
 
 if __name__ == "__main__":

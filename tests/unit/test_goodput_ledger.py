@@ -338,3 +338,12 @@ def test_a_process_that_replaced_another_did_not_start_for_as_long_as_that_lived
 def test_a_rank_that_joins_late_is_idle_until_then() -> None:
     sums = seconds(balance(attempt((60, 65, 90, 95), rows=(20, 0, 0), before=57)))
     assert (sums[STARTUP], sums[IDLE]) == (3, 57 + 5 + 5)
+
+
+def test_ranks_that_all_load_prepare_while_another_still_loads() -> None:
+    """Ranks 0 and 1 load from 2 to 5 s, and from 3 to 6 s; rank 2 loads nothing and waits for them."""
+    pieces = [[Piece(RESTORE, 2 * S, 5 * S, 3 * S)], [Piece(RESTORE, 3 * S, 6 * S, 3 * S)], []]
+    edges = np.array([[0, 10, 90, 95]] * 3) * S
+    explicit = np.array([of_parts(of_rank, edges[0].tolist()) for of_rank in pieces])
+    others = of_others(pieces, edges, explicit)
+    assert (others.ns[:, BEFORE, OF_OTHERS.index(RESTORE)] // S).tolist() == [0, 0, 4]

@@ -129,6 +129,7 @@ def of_others(pieces: Sequence[Sequence[Piece]], edges: Int64, explicit: Int64) 
                 joined = np.maximum(joined, of_parts(several, edges[row].tolist())[:, place])
         every.append(merged(spans))
         others[:, :, place] = np.maximum(_covered(every[-1], edges) + joined - mine, 0)
+        others[:, BEFORE, place][mine[:, BEFORE] > 0] = 0  # it did so itself, a little earlier or later
     return Others(others, every)
 
 
