@@ -148,7 +148,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     can be measured without taking from the job.
     """
     gpu_hour_price: Annotated[float | None, Bounds(0.0001, 1e6)] = None
-    """Price of an hour of one device, in any currency: then the goodput of a run also has its cost."""
+    """
+    Price of an hour of one GPU, in any currency: then the goodput of a run also has its cost. Ranks without a
+    GPU have none.
+    """
     metrics_port: Annotated[int | None, Bounds(0, 65535)] = None
     """
     Port at which metrics are served for Prometheus (`/metrics`), on the node of the aggregator, without the
