@@ -9,8 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 from played import Played, session_of
+from plotly.io.json import to_json_plotly
 from sessions import LIMITS, Clock, aggregation, identity, stored
 
+from traceml_ray.dash_app.app import Refresher
+from traceml_ray.dash_app.session_pages import SessionPages
 from traceml_ray.reports.headlines import beside
 from traceml_ray.reports.summary import summarize
 from traceml_ray.signals.check.judge import CheckResult
@@ -176,6 +179,13 @@ def test_what_the_verdict_says_is_not_said_again_beside_it(tmp_path: Path) -> No
     assert run is not None
     (gauge,) = [one for one in _run_metrics(run) if one.name.endswith("verdict_confirmed")]
     assert gauge.series == [(("job",), 1.0)]
+    pages = SessionPages(job.source, clock=job.clock)
+    for _ in range(2):
+        pages.poll()
+    _, answer = Refresher(pages).refresh("/", "", {})
+    strip = to_json_plotly(answer["set"]["verdict-strip"])
+    assert strip.count("multiplies") == 2, "once to read, once to copy"
+    assert "Open signals" in strip
     job.end()
     for name in ("report.txt", "report.html"):
         words = " ".join((tmp_path / name).read_text().split())
