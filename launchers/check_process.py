@@ -246,13 +246,12 @@ def _check_as_first(request: CheckRequest) -> CheckReply:
 
 
 def _has_straggler(session: Path) -> bool:
-    """Return whether a straggler is named in the newest run of a session."""
+    """Return whether a straggler was named in the newest attempt of the newest run of a session."""
     from traceml_ray.reports.answers import Answers
-    from traceml_ray.signals.check.confirm import STRAGGLERS
-    from traceml_ray.store.query import Findings
 
-    named = Answers(session, Thresholds()).answer(Findings(None))
-    return any(one.signal == "steps" and one.label in STRAGGLERS for one in named)
+    from .stragglers import ask_straggler
+
+    return ask_straggler(Answers(session, Thresholds()).reply)
 
 
 def _reply_of(outcome: Outcome) -> CheckReply:

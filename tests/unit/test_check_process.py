@@ -14,12 +14,14 @@ import msgspec
 import pytest
 from played import Played
 
+from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.launchers import check as launcher_check
 from traceml_ray.launchers import check_process
 from traceml_ray.launchers import confirm as launcher_confirm
 from traceml_ray.launchers.arguments import Nodes
 from traceml_ray.launchers.check_process import CheckReply, CheckRequest
 from traceml_ray.launchers.cluster import free_port
+from traceml_ray.reports.answers import Answers
 from traceml_ray.settings import Settings
 from traceml_ray.signals.check import conclusion, coordinator, nodes
 from traceml_ray.signals.check.agent import FILE, CheckReport
@@ -35,6 +37,7 @@ from traceml_ray.signals.check.tasks import (
     Task,
     TaskReply,
 )
+from traceml_ray.store.query import Findings
 
 
 class PlayedProcess:
@@ -164,6 +167,23 @@ def test_straggler_is_read_from_the_file_of_the_session_that_runs(late: int | No
     for _ in range(20):
         session.play(10)
     session.aggregator.commit()
+    reply = check_process.check(CheckRequest(0, Plan(), 3, session=str(tmp_path)))
+    assert reply == CheckReply(straggler=late is not None)
+
+
+@pytest.mark.parametrize("late", [None, 2])
+def test_straggler_of_an_attempt_whose_rank_raised_an_error_is_known(
+    late: int | None, tmp_path: Path
+) -> None:
+    session = Played(tmp_path, 4, per_node=2, late=late, late_ms=40.0, onset=0, gpus=0)
+    for _ in range(20):
+        session.play(10)
+        session.aggregator.judge()
+    session.dies(1, 1, "RuntimeError: planted")
+    session.aggregator.judge()
+    session.aggregator.commit()
+    (finding,) = Answers(tmp_path, Thresholds()).answer(Findings(None))
+    assert finding.label == "rank_lost"
     reply = check_process.check(CheckRequest(0, Plan(), 3, session=str(tmp_path)))
     assert reply == CheckReply(straggler=late is not None)
 

@@ -65,6 +65,25 @@ def confirmed(verdict: Verdict, result: CheckResult) -> Verdict:
     return msgspec.structs.replace(verdict, confirmed=False, why=why, next=advice)
 
 
+def had_straggler(findings: Sequence[Finding], verdicts: Sequence[tuple[int, str]], began_ns: int) -> bool:
+    """
+    Return whether ranks of an attempt were stragglers until it ended.
+
+    Args:
+        findings: the current findings. If ranks have died, they name this, and no straggler.
+        verdicts: time (ns) and label of each change of the live verdict, the oldest first.
+        began_ns: begin of the attempt. Verdicts before it are on others.
+    """
+    if any(one.signal == "steps" and one.label in STRAGGLERS for one in findings):
+        return True
+    judged = (label for t_ns, label in reversed(verdicts) if t_ns >= began_ns)
+    return next((label for label in judged if _judges_steps(label)), "") in STRAGGLERS
+
+
+def _judges_steps(label: str) -> bool:
+    return any(name == label and meaning.kind in ("finding", "healthy") for name, meaning in LABELS.items())
+
+
 def explained(
     one: Slow, steps: Sequence[Finding], ranks: Mapping[str, Sequence[int]] = NOT_KNOWN
 ) -> Finding | None:
