@@ -1,5 +1,5 @@
 """
-A job of four gloo ranks in which one call of a collective goes wrong.
+A job of four gloo ranks in which one call of a collective goes wrong, or rank 0 only takes long.
 
     python collective_faults.py FAULT STEP
 
@@ -9,12 +9,15 @@ name a rank is while the job hangs.
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import threading
 import time
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 fault, fault_step = sys.argv[1], int(sys.argv[2])
 dist.init_process_group("gloo")
@@ -92,6 +95,50 @@ def finish() -> None:
     dist.broadcast(value, 0)  #! one_behind
 
 
+def average_in_rows() -> None:
+    row = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")).get_group("tp")
+    if rank == 3:
+        dist.broadcast(value, 2, group=row)  #! row
+    else:
+        dist.all_reduce(value, group=row)  #! row_others
+
+
+def pass_on() -> None:
+    dist.recv(value, (rank - 1) % 4)  #! ring
+    dist.send(value, (rank + 1) % 4)
+
+
+def receive() -> None:
+    dist.recv(value, 0)  #! receive
+
+
+def scatter_from(root: int) -> None:
+    chunks = [torch.ones(4) for _ in range(4)] if rank == root else None
+    dist.scatter(value, chunks, root)  #! other_root
+
+
+def evaluate_beside() -> None:
+    dist.all_reduce(torch.ones(2), group=first)  #! thread
+
+
+def wait_for_evaluation() -> None:
+    thread = threading.Thread(target=evaluate_beside)
+    thread.start()
+    thread.join()
+
+
+def evaluate(seconds: int) -> None:
+    """A batch each second."""
+    for _ in range(seconds):
+        time.sleep(1)
+        model.module(torch.ones(2, 4))
+
+
+def upload(seconds: int) -> None:
+    copying = f"import time\nfor _ in range({10 * seconds}): time.sleep(0.1)"
+    subprocess.run([sys.executable, "-c", copying], check=True)
+
+
 def fail(step: int) -> None:
     """Have the fault."""
     if fault == "missing":
@@ -120,6 +167,21 @@ def fail(step: int) -> None:
                 continue
             average(value)
         finish()
+    elif fault == "row":
+        average_in_rows()
+    elif fault == "ring":
+        pass_on()
+    elif fault == "receive":
+        receive() if rank == 1 else average(value)
+    elif fault == "other_root":
+        scatter_from(1 if rank == 3 else 0)
+        average(value)
+    elif fault == "thread":
+        average(value) if rank == 1 else wait_for_evaluation()
+    elif fault in ("evaluates", "uploads"):
+        if rank == 0:
+            evaluate(120) if fault == "evaluates" else upload(120)
+        dist.barrier()
 
 
 model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
