@@ -121,7 +121,7 @@ def _strips(block: Strips) -> Markup:
         ]  # fmt: skip
         svg = tag(
             "svg", shapes, viewBox=f"0 0 {WIDTH} 22", preserveAspectRatio="none", role="img",
-            aria_label=strip.name,
+            aria_label=strip.name, shape_rendering="crispEdges",
         )  # fmt: skip
         ends = tag("div", (tag("span", end) for end in strip.ends), cls="ends") if any(strip.ends) else None
         rows.append(tag("div", tag("h4", strip.name), svg, ends, cls="strip"))
