@@ -18,8 +18,8 @@ from traceml_ray.store.history_reader import Packer
 @pytest.mark.parametrize(
     ("packer", "form", "checksum"),
     [
-        pytest.param(history_reader._PACKER, history_reader.FORM, (11, 410499662), id="store/history_reader"),
-        pytest.param(live_verdict.PACKER, live_verdict.FORM, (5, 3659275983), id="monitor/live_verdict"),
+        pytest.param(history_reader._PACKER, history_reader.FORM, (12, 124887087), id="store/history_reader"),
+        pytest.param(live_verdict.PACKER, live_verdict.FORM, (6, 4266708025), id="monitor/live_verdict"),
     ],
 )
 def test_names_in_packed_bytes_change_only_with_the_form(

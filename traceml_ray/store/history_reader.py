@@ -146,7 +146,7 @@ def _to_array(room: list[int], dtype: str, shape: list[int], values: bytes) -> n
     return np.frombuffer(values, dtype).reshape(shape).copy()
 
 
-FORM = 11
+FORM = 12
 """
 Version of the packed form. Raise it whenever a class below, or an attribute of such a class, is renamed or
 changes its meaning (`tests/unit/test_packing.py`).
