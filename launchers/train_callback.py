@@ -222,6 +222,8 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
     """When Ray Train began to start the workers of this attempt (ns since the epoch)."""
     _world_size = 0
     _starting = False
+    _node_ids: frozenset[str] = frozenset()
+    """Ray's ids of the nodes of this attempt."""
     _run: RunReporter | None = None
     _run_id = ""
     _reported: object = None
@@ -283,6 +285,17 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
         self._starting, self._nnodes, self._group_ns = True, 0, time.time_ns()
         if self._run is not None:
             self._run.ensure()
+            self._confirm()
+
+    def _confirm(self) -> None:
+        """Check the nodes of the attempt before, if the settings say so. It may take some seconds."""
+        nodes, self._node_ids = self._node_ids, frozenset()
+        config = msgspec.json.decode(self._config, type=ready(ActorConfig))
+        if nodes and config.settings.confirm == "restart":
+            from .train_confirm import confirm  # imported late: it imports numpy
+
+            if message := confirm(config.session, self._run_id, nodes):
+                self._note(message)
 
     @_hook(dict)
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
@@ -297,6 +310,7 @@ class TraceMLTrainCallback(WorkerCallback, WorkerGroupCallback, ControllerCallba
             self._run.report(
                 {"world_size": self._world_size, "nnodes": self._nnodes, "attempt": self._attempt}
             )
+        self._node_ids |= {worker.metadata.node_id for worker in workers}
         return {}
 
     @_hook()

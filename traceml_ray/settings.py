@@ -143,9 +143,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Number of steps of the job."""
     confirm: Literal["off", "restart", "beside"] = "off"
     """
-    Whether a straggler is confirmed by a check of the nodes: when torchrun restarts the ranks (`restart`),
-    which takes longer by about twice the seconds of the check; or while the job runs (`beside`), with what
-    can be measured without taking from the job.
+    Whether a straggler is confirmed by a check of the nodes: when torchrun or Ray Train restarts the ranks
+    (`restart`), which takes longer by about twice the seconds of the check; or while the job runs (`beside`),
+    with what can be measured without taking from the job.
     """
     gpu_hour_price: Annotated[float | None, Bounds(0.0001, 1e6)] = None
     """

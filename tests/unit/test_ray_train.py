@@ -31,7 +31,7 @@ from traceml_ray.agent.instrument import Instrumentation
 from traceml_ray.agent.marks import FORWARD_BEGIN
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
-from traceml_ray.launchers import ray_train, train_callback
+from traceml_ray.launchers import ray_train, train_callback, train_confirm
 from traceml_ray.launchers.train_callback import TraceMLTrainCallback
 from traceml_ray.monitor.finish import OTHERS_S
 from traceml_ray.ray import actors
@@ -61,7 +61,8 @@ def controller_context(run_id: str, *callbacks: Any) -> Any:
 
 def worker(rank: int, world: int = 2, node: int = 0) -> Any:
     return SimpleNamespace(
-        distributed_context=SimpleNamespace(world_rank=rank, world_size=world, node_rank=node)
+        distributed_context=SimpleNamespace(world_rank=rank, world_size=world, node_rank=node),
+        metadata=SimpleNamespace(node_id=f"id-{node}"),
     )
 
 
@@ -256,6 +257,30 @@ def test_worker_group_is_an_attempt_and_a_replaced_worker_is_not(controller: Any
     assert reports.info == {
         "name": "run", "launcher": "ray_train", "world_size": 2, "nnodes": 2, "attempt": 1
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("setting", "checked"), [("off", []), ("restart", [{"id-0", "id-1"}, {"id-0"}])])
+def test_nodes_of_the_attempt_before_are_checked_once_before_a_new_one(
+    controller: Any, setting: str, checked: list[set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback, reports = controller
+    config = ActorConfig("s", Settings(session="s", confirm=setting))  # type: ignore[arg-type]
+    callback._config = msgspec.json.encode(config)
+    asked: list[set[str]] = []
+
+    def confirm(session: str, run: str, nodes: frozenset[str]) -> str:
+        assert (session, run) == ("s", "r")
+        asked.append({*nodes})
+        return "check: node-1 is slow" if len(asked) == 1 else ""
+
+    monkeypatch.setattr(train_confirm, "confirm", confirm)
+    for workers in ([worker(0), worker(1, node=1)], [worker(0)], [worker(0)]):
+        callback.before_worker_group_start(None)
+        callback.before_worker_group_start(None)  # the first try got no resources
+        callback.before_init_train_context(workers)
+    assert asked == checked
+    notes = [event.message for event in reports.events if event.kind == "note"]
+    assert notes == ["check: node-1 is slow"] * bool(checked)
 
 
 def test_run_that_goes_on_is_known_to_its_controller(controller: Any) -> None:

@@ -9,22 +9,27 @@ one core: the process has the environment of the node instead.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from traceml_ray import text
+from traceml_ray.files import write_file
 from traceml_ray.ray.actors import Attachment, bare, cluster_nodes
 from traceml_ray.ray.connection import attach
+from traceml_ray.signals.check.agent import FILE as CHECKS_FILE
 from traceml_ray.signals.check.coordinator import Coordinator, Outcome
 from traceml_ray.signals.check.nodes import NoAnswerError, TaskProcess
+from traceml_ray.signals.check.records import Checked
 from traceml_ray.signals.check.tasks import Plan, Task, TaskReply, task_of
 from traceml_ray.wire.codec import ready
 
 _SET_BY_RAY = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _SPARE_S = 5.0
+_AGAIN_S = 0.2
 ATTACH_S = 30.0
 """How long a cluster may take to answer, in s."""
 
@@ -42,6 +47,14 @@ class CheckActor:
         except NoAnswerError as error:
             reply = TaskReply(error=str(error))
         return msgspec.json.encode(reply)
+
+    def leave(self, session: str, checks: bytes) -> None:
+        """Leave checks for the ranks of this node, if the session has a relay here. Raises OSError."""
+        from traceml_ray.ray.in_ray import spool_of
+
+        folder = Path(spool_of(session))
+        if folder.is_dir():
+            write_file(folder / CHECKS_FILE, checks)
 
 
 def node_environment(environ: Mapping[str, str], parent: Mapping[str, str]) -> dict[str, str]:
@@ -97,6 +110,13 @@ class RayNode:
             raise NoAnswerError(_reason(error)) from None
         return reply
 
+    def leave(self, session: str, checks: Sequence[Checked]) -> None:
+        """Have the ranks of the node store checks. Raises what Ray raises."""
+        import ray
+
+        if checks:
+            ray.get(self._actor.leave.remote(session, msgspec.json.encode(checks)), timeout=_SPARE_S)
+
     def end(self) -> None:
         """End the actor."""
         import ray
@@ -110,13 +130,19 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:300]
 
 
-def ray_nodes(runtime_env: dict[str, Any] | None = None) -> list[RayNode]:
-    """Return the nodes of the cluster that this process is attached to, in the order of their labels."""
+def ray_nodes(
+    runtime_env: dict[str, Any] | None = None, only: Collection[str] | None = None
+) -> list[RayNode]:
+    """
+    Return the nodes of the cluster that this process is attached to, in the order of their labels. `only`:
+    ids of the wanted nodes.
+    """
     alive = [node for node in cluster_nodes() if node["Alive"]]
     free = _available()
     return [
         RayNode(name, node, reserved(node["Resources"], free.get(node["NodeID"], {})), runtime_env or {})
         for name, node in labelled(alive)
+        if only is None or node["NodeID"] in only
     ]
 
 
@@ -142,6 +168,17 @@ def reserved(total: Mapping[str, float], free: Mapping[str, float]) -> str:
         if total.get(name, 0.0) > free.get(name, 0.0)
     ]
     return " and ".join(parts)
+
+
+def wait_until_free(node_ids: Collection[str], limit_s: float) -> None:
+    """Wait until jobs have nothing reserved on nodes, for at most `limit_s` seconds: Ray is told late."""
+    deadline = time.monotonic() + limit_s
+    nodes = [node for node in cluster_nodes() if node["NodeID"] in node_ids]
+    while time.monotonic() < deadline:
+        free = _available()
+        if not any(reserved(node["Resources"], free.get(node["NodeID"], {})) for node in nodes):
+            return
+        time.sleep(_AGAIN_S)
 
 
 def _available() -> dict[str, dict[str, float]]:
