@@ -57,6 +57,7 @@ OTHERWISE = {
     "sinks/alerts/send.py _connected": "raised again, once the connection is closed",
     "sinks/trackers.py _finish": "raised at the end, once the other trackers have the report",
     "launchers/train_callback.py _failed": "counting itself has failed",
+    "launchers/train_confirm.py check": "it is the answer, which becomes a note of the run",
 }
 
 
