@@ -8,6 +8,7 @@ torchrun's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -87,7 +88,8 @@ def _train(args: argparse.Namespace, monitor: Monitor | None, to_check: Nodes | 
             monitor.start()
             monitor.store(checked)
             os.environ.update(monitor.rank_environment())
-        with numbering(), confirming(args, monitor, environ):
+        numbered = numbering() if monitor is not None else contextlib.nullcontext()
+        with numbered, confirming(args, monitor, environ):
             torch_run.run(args)  # type: ignore[no-untyped-call]
         code = 0
     except _EndedEarly as error:
