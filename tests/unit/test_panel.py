@@ -30,6 +30,7 @@ from traceml_ray.signals.view import SLOW_RANKS
 from traceml_ray.signals.views import PAGES
 from traceml_ray.stages import SYNC_WAIT
 from traceml_ray.store import query
+from traceml_ray.terminal import sections
 from traceml_ray.terminal.panel import line, panel
 from traceml_ray.terminal.screen import Screen
 from traceml_ray.terminal.snapshot import PANES, Choice, PanelState, take_snapshot
@@ -198,6 +199,14 @@ def test_each_page_of_signals_is_a_pane_and_shows_what_their_views_have(played: 
     assert "[5 signals]" in shown and "THROUGHPUT" in shown and "125,033 tokens/s" in shown
     row = next(line for line in shown.splitlines() if "│ Throughput " in line)
     assert {*row} & {*"▁▂▃▄▅▆▇█"}, "a number has its line"
+
+
+def test_each_signal_has_a_line_before_one_has_two() -> None:
+    lines = [[Text("a1"), Text("a2"), Text("a3")], [Text("b1")], [Text("c1"), Text("c2")]]
+    shown = [[line.plain for line in sections._first_lines(lines, most)] for most in range(8)]
+    assert shown[:4] == [[], ["a1 …"], ["a1 …", "b1"], ["a1 …", "b1", "c1 …"]]
+    assert shown[5] == ["a1", "a2 …", "b1", "c1", "c2"]
+    assert shown[6] == shown[7] == ["a1", "a2", "a3", "b1", "c1", "c2"]
 
 
 def test_pane_of_memory_has_the_fullest_ranks_first_where_that_was_chosen(played: Played) -> None:

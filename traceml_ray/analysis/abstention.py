@@ -97,8 +97,9 @@ def too_short(mean_ns: float, least_ns: int) -> str:
     return f"A step takes {text.ns(mean_ns)} on average; below {text.ns(least_ns)} timing is mostly noise."
 
 
-def too_few(steps: int, needed: int) -> str:
-    return f"{text.count(steps, 'step')} after warm-up so far; a verdict needs {needed}."
+def too_few(steps: int, needed: int, ended: bool) -> str:
+    so_far = "" if ended else " so far"
+    return f"{text.count(steps, 'step')} after warm-up{so_far}; a verdict needs {needed}."
 
 
 def roles_differ(window: Window, alone: Bool) -> str:

@@ -354,15 +354,15 @@ class RunJudge:
             and full
         )
 
-    def run_verdict(self) -> Verdict:
+    def run_verdict(self, *, ended: bool = False) -> Verdict:
         """
         Judge the whole run so far, after warm-up. `chronic` depends on its share of all windows.
 
-        After a change in the set of ranks, only the run since then is judged.
+        After a change in the set of ranks, only the run since then is judged. `ended`: no more steps follow.
         """
         window = self.sample()
         if window is None or self._short(window):
-            return too_few_steps(window, self._thresholds.first_window_steps)
+            return too_few_steps(window, self._thresholds.first_window_steps, ended=ended)
         verdict, evidence, _ = judge_window(window, self._thresholds, whole_run=True, baseline=self.baseline)
         sampled, clock = findings_of(verdict), self.episodes.clock
         often = recurring(self.episodes.recurring, clock, self._thresholds)

@@ -290,11 +290,19 @@ def _verdict(
     return _named(finding, evidence, thresholds, facts, whole_run)
 
 
-def too_few_steps(window: Window | None, needed: int) -> Verdict:
-    """Return the abstention for a window that is too short to be judged. None: no step was seen."""
-    why = abstention.too_few(len(window.starts) if window else 0, needed)
+def too_few_steps(window: Window | None, needed: int, *, ended: bool = False) -> Verdict:
+    """
+    Return the abstention for a window that is too short to be judged.
+
+    Args:
+        window: None: no step was seen.
+        needed: number of steps from which on a window is judged.
+        ended: whether no more steps follow.
+    """
+    why = abstention.too_few(len(window.starts) if window else 0, needed, ended)
     facts = _facts(window, None) if window else {}
-    return Verdict(label="telemetry_limited", why=why, next="Wait.", **facts)
+    advice = "Train for more steps." if ended else "Wait."
+    return Verdict(label="telemetry_limited", why=why, next=advice, **facts)
 
 
 def _facts(window: Window, evidence: Evidence | None) -> dict[str, Any]:

@@ -168,7 +168,9 @@ def _summary(facts: RunFacts, known: _Answers, totals: StoredTotals | None) -> t
     machines = Machines(facts.session.machines, facts.ranks, facts.every, facts.labels)
     spans, dated = StoredSpans(facts.session, facts.ranks), (lines, facts.thresholds.warmup_steps)
     stood = hangs(facts.session.verdicts()[0])
-    performance = _with_span(judged.run_verdict() if judged else _no_step(facts), facts, totals, spans)
+    ended = facts.fact("status") != "running"
+    judged_run = judged.run_verdict(ended=ended) if judged else _no_step(facts)
+    performance = _with_span(judged_run, facts, totals, spans)
     verdict, signals = _outcome(facts, known, totals, performance, stood)
     verdict = with_advice(machines.with_evidence(verdict, *dated), facts.ranks.values())
     verdict = confirmed(_with_first_steps(verdict, first := first_steps_of(facts, totals)), signals)

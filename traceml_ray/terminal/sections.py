@@ -6,6 +6,7 @@ given width.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -352,11 +353,24 @@ def stages_of(title: str, stages: Mapping[str, float], width: int, least: int = 
 
 
 def signals(snapshot: PanelState, width: int) -> PaneSection:
-    """Return one or two lines with what is known of each signal."""
+    """Return one or two lines with what is known of each signal. All have a first line before one has two."""
     briefs = {name: VIEWS[name].brief(answer) for name, answer in snapshot.answers.items()}
-    lines = [line for facts in briefs.values() for line in paragraphs(facts, width)]
+    written = [lines for facts in briefs.values() if (lines := paragraphs(facts, width))]
     title = ", ".join(text.words(name).upper() for name, facts in briefs.items() if facts.pairs)
-    return PaneSection(title, lambda most: cut(lines, most), min(len(lines), _SIGNALS), min(len(lines), 2))
+    count = sum(map(len, written))
+    return PaneSection(
+        title,
+        lambda most: _first_lines(written, most),
+        min(count, max(_SIGNALS, len(written))),
+        min(count, 2),
+    )
+
+
+def _first_lines(paragraphs: Sequence[Sequence[Text]], most: int) -> list[Text]:
+    """Return at most `most` lines. The first lines of all paragraphs come before a second line of one."""
+    places = sorted((line, number) for number, lines in enumerate(paragraphs) for line in range(len(lines)))
+    counts = Counter(number for _, number in places[:most])
+    return [line for number, lines in enumerate(paragraphs) for line in cut(lines, counts[number])]
 
 
 def _fullest_nodes(snapshot: PanelState) -> str:
