@@ -171,6 +171,7 @@ def test_rank_that_works_with_pauses_or_waits_for_a_process_that_works_does_not_
 
 @pytest.mark.long
 @pytest.mark.alone
+@pytest.mark.timeout(3600)
 def test_nothing_is_a_hang_in_half_an_hour_of_healthy_training_with_long_pauses(tmp_path: Path) -> None:
     script, minutes = SCRIPT.with_name("healthy_training.py"), os.environ.get("HEALTHY_MINUTES", "30")
     flags = ("--nproc-per-node", "4", "--out", str(tmp_path), "--session", "s")
