@@ -61,6 +61,14 @@ def test_a_difference_that_nobody_fixes_is_not_named() -> None:
     assert {row.state for row in result.levels} == {"alike"}
 
 
+def test_healthy_disks_of_virtual_machines_may_differ_by_a_factor_of_two() -> None:
+    def disks(*levels: float) -> CheckResult:
+        return judged([node(n, measure("disk_read", "/data", x, seed=n)) for n, x in enumerate(levels)])
+
+    assert disks(2.42, 2.42, 1.11, 1.11).slow == []  # four files of one healthy disk
+    assert named(disks(2.42, 1.11, 1.2, 0.02)) == [("node-3", "/data")]
+
+
 def test_one_machine_alone_says_that_it_has_no_peers() -> None:
     result = cpus([1.0])
     assert result.slow == []
