@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
-
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from traceml_ray import text
 from traceml_ray.text import log
 
 from .check import LOOK_S, check_at_restart, has_straggler
 from .check_process import CheckReply
-from .guard import guarded
 from .monitor import Monitor
+from .worker_starts import before_starts
 
 _ANSWER_S = 2 * LOOK_S
 """How long a node waits for what the first node says, in s."""
@@ -38,26 +35,19 @@ def confirming(
     args: argparse.Namespace, monitor: Monitor | None, environ: Mapping[str, str]
 ) -> Iterator[None]:
     """Have torchrun's agent confirm stragglers at each restart within the block, if the setting says so."""
-    start: Any = getattr(LocalElasticAgent, "_start_workers", None)
-    if monitor is None or monitor.settings.confirm != "restart" or start is None:
+    if monitor is None or monitor.settings.confirm != "restart":
         yield
         return
     times = 0
 
-    @functools.wraps(start)
-    def start_workers(agent: Any, group: Any, *more: Any, **named: Any) -> Any:
+    def confirm(group: Any) -> None:
         nonlocal times
         times += 1
         if times > 1:
-            with guarded("no check at this restart"):
-                monitor.store(_confirm(args, monitor, environ, group, times - 1))
-        return start(agent, group, *more, **named)
+            monitor.store(_confirm(args, monitor, environ, group, times - 1))
 
-    LocalElasticAgent._start_workers = start_workers  # type: ignore[method-assign]
-    try:
+    with before_starts(confirm, "no check at this restart"):
         yield
-    finally:
-        LocalElasticAgent._start_workers = start  # type: ignore[method-assign]
 
 
 def _confirm(

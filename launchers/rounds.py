@@ -9,42 +9,31 @@ would then seem to belong to different attempts. So ranks get the number of thei
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Iterator
 from typing import Any
 
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-
 from traceml_ray.identity import ATTEMPT
 
-from .guard import guarded
+from .worker_starts import before_starts
 
 
 @contextlib.contextmanager
 def numbering() -> Iterator[None]:
     """Have torchrun's agent give ranks the number of their rendezvous within the block, if it is known."""
-    start: Any = getattr(LocalElasticAgent, "_start_workers", None)
-    if start is None:
-        yield
-        return
+    with before_starts(_set_number, "attempts are numbered by torchrun"):
+        try:
+            yield
+        finally:
+            os.environ.pop(ATTEMPT, None)
 
-    @functools.wraps(start)
-    def start_workers(agent: Any, group: Any, *more: Any, **named: Any) -> Any:
-        with guarded("attempts are numbered by torchrun"):
-            number = _number(group.spec.rdzv_handler)
-            if number is None:
-                os.environ.pop(ATTEMPT, None)
-            else:
-                os.environ[ATTEMPT] = str(number)
-        return start(agent, group, *more, **named)
 
-    LocalElasticAgent._start_workers = start_workers  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        LocalElasticAgent._start_workers = start  # type: ignore[method-assign]
+def _set_number(group: Any) -> None:
+    number = _number(group.spec.rdzv_handler)
+    if number is None:
         os.environ.pop(ATTEMPT, None)
+    else:
+        os.environ[ATTEMPT] = str(number)
 
 
 def _number(handler: Any) -> int | None:

@@ -16,7 +16,7 @@ from played import Played
 
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.launchers import check as launcher_check
-from traceml_ray.launchers import check_process
+from traceml_ray.launchers import check_process, worker_starts
 from traceml_ray.launchers import confirm as launcher_confirm
 from traceml_ray.launchers.arguments import Nodes
 from traceml_ray.launchers.check_process import CheckReply, CheckRequest
@@ -307,7 +307,7 @@ class Restarts:
 def restarts(monkeypatch: pytest.MonkeyPatch) -> Restarts:
     group = argparse.Namespace(group_world_size=3, store=PlayedStore())
     played = Restarts(PlayedMonitor(Settings.load(confirm="restart")), group)
-    monkeypatch.setattr(launcher_confirm, "LocalElasticAgent", PlayedAgent)
+    monkeypatch.setattr(worker_starts, "LocalElasticAgent", PlayedAgent)
     monkeypatch.setattr(launcher_confirm, "check_at_restart", played.check)
     monkeypatch.setattr(launcher_confirm, "has_straggler", played.has_straggler)
     monkeypatch.setattr(launcher_confirm, "_ANSWER_S", 0.0)

@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from traceml_ray.identity import ATTEMPT, resolve
-from traceml_ray.launchers import rounds
+from traceml_ray.launchers import rounds, worker_starts
 
 
 class PlayedAgent:
@@ -26,7 +26,7 @@ class PlayedAgent:
 
 @pytest.fixture(autouse=True)
 def agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "LocalElasticAgent", PlayedAgent)
+    monkeypatch.setattr(worker_starts, "LocalElasticAgent", PlayedAgent)
 
 
 def starts(handler: Any, times: int, between: Any = lambda: None) -> list[int]:
