@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from module_time import replace_time
 from played import Played
 from sessions import (
     MS,
@@ -809,7 +810,7 @@ def test_rows_of_many_nodes_are_committed_after_their_round_not_beside_it(
     monkeypatch.setattr(actor, "end_myself", lambda: None)
     monkeypatch.setattr(made, "_stop", lambda: None)
     monkeypatch.setattr(actor, "LINGER_S", 0)
-    monkeypatch.setattr(actor.time, "monotonic", lambda: core.now)
+    replace_time(monkeypatch, actor, monotonic=lambda: core.now)
     made._beat()
     assert not core.errors
     assert [t_s for what, t_s in core.done if what == "commit"] == [0.0, 0.4, 1.4, 2.4, 3.9, 5.4]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from module_time import replace_time
 from sessions import identity, records_of
 from torch import nn
 
@@ -89,7 +90,7 @@ def test_process_is_sampled_once_a_second_however_often_it_reports(
 ) -> None:
     pipe, now = Pipe(), [100.0]
     agent = make(pipe)
-    monkeypatch.setattr("traceml_ray.agent.rank_agent.time.monotonic", lambda: now[0])
+    replace_time(monkeypatch, rank_agent, monotonic=lambda: now[0])
     for _ in range(6):
         agent.tick()
         now[0] += 0.5
@@ -144,8 +145,7 @@ def test_agents_of_a_large_job_report_half_as_often_and_all_at_the_same_time(
 ) -> None:
     agent = make(Pipe())
     agent.identity = RankIdentity(0, 0, 0, world, 8, world // 8, "host", None, "job", 0, 1, "torchrun")
-    monkeypatch.setattr("traceml_ray.agent.rank_agent.time.monotonic", lambda: 50.0)
-    monkeypatch.setattr("traceml_ray.agent.rank_agent.time.time", lambda: 1e9 + second)
+    replace_time(monkeypatch, rank_agent, monotonic=lambda: 50.0, time=lambda: 1e9 + second)
     assert agent._next_tick() == pytest.approx(50 + due)
 
 
@@ -270,14 +270,19 @@ def test_end_leaves_its_copy_before_it_waits_for_a_relay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that gets no core may be gone before the wait is over."""
-    pipe, there = Pipe(), list[bool]()
+    pipe, there, now = Pipe(), list[bool](), [50.0]
     agent = make(pipe, spool=str(tmp_path), interval=30.0)
-    monkeypatch.setattr(rank_agent.time, "sleep", lambda _s: there.append(any(tmp_path.glob("*.spool"))))
-    monkeypatch.setattr(rank_agent, "CLOSE_WAIT_S", 0.01)
+
+    def sleep(seconds: float) -> None:
+        there.append(any(tmp_path.glob("*.spool")))
+        now[0] += seconds
+
+    replace_time(monkeypatch, rank_agent, monotonic=lambda: now[0], sleep=sleep)
     push(agent, 2)
     agent.tick()
     agent._finish()
     assert there and all(there)
+    assert now[0] == pytest.approx(50 + rank_agent.CLOSE_WAIT_S, abs=2 * rank_agent.CONFIRM_POLL_S)
 
 
 def test_end_leaves_batches_that_no_relay_took_in_the_spool(tmp_path: Path) -> None:

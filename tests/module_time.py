@@ -1,0 +1,33 @@
+"""A clock for one module, for the thread of a test: `time` itself is shared with every other thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+class ModuleTime:
+    """
+    Stands for `time` in one module. Functions that a test replaces are replaced in the test's thread alone:
+    threads that others have left, and libraries, keep the real ones.
+    """
+
+    def __init__(self, **replaced: Callable[..., Any]) -> None:
+        self._replaced = replaced
+        self._thread = threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._replaced and threading.get_ident() == self._thread:
+            return self._replaced[name]
+        return getattr(time, name)
+
+
+def replace_time(monkeypatch: pytest.MonkeyPatch, module: ModuleType, **replaced: Callable[..., Any]) -> None:
+    """Replace functions of `time`, by their names, as `module` calls them in the thread that calls this."""
+    assert module.time is time, f"{module.__name__} has no `time`, or it is replaced already"
+    monkeypatch.setattr(module, "time", ModuleTime(**replaced))
