@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import secrets
 import signal
 import site
@@ -40,7 +41,12 @@ _IDLE_S, _IDLE_WINDOWS = 0.5, 4
 """Seconds over which the cores are measured, and how often in a row one has to be idle."""
 JOIN_S = 300.0
 """How long the launchers of a job wait for the first one, in s; nodes may start minutes apart."""
-_RAY_PORTS = range(10_002, 20_000)
+_PORTS = range(20_000, 29_000)
+"""
+Ports for programs that bind them seconds later: above those of Ray's workers (10,002 to 19,999), below
+torchrun's (29,400 and 29,500) and those that the kernel gives to outgoing connections (32,768 to 60,999 on
+Linux), so that nobody takes one of them by chance.
+"""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -191,13 +197,15 @@ def cluster_token(environ: Mapping[str, str]) -> str | None:
 
 
 def free_port() -> int:
-    """Return a TCP port that is free on this machine right now, outside those that Ray's workers take."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-        if port not in _RAY_PORTS:
+    """
+    Return a TCP port that is free on this machine right now, and that no other program is given by chance
+    before it is bound. Raises OSError when there is none.
+    """
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
             return port
+    raise OSError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free")
 
 
 def yield_cores(session: int, nice: int) -> None:

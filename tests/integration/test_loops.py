@@ -6,7 +6,6 @@ import inspect
 import json
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import threading
@@ -29,6 +28,7 @@ from traceml_ray.agent.patch import backward as backward_patch
 from traceml_ray.agent.patch import data_waits
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.window import RankRows
+from traceml_ray.launchers.cluster import free_port
 from traceml_ray.stages import (
     FLAG_EXCLUDED,
     FLAG_NO_DATA,
@@ -639,14 +639,11 @@ def test_failing_collective_raises_the_error_of_torch() -> None:
 @pytest.fixture(scope="module")
 def ddp_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ddp")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--master-port", str(port), str(Path(loops.__file__)), str(folder)),
+            *("--master-port", str(free_port()), str(Path(loops.__file__)), str(folder)),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
         capture_output=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from itertools import pairwise
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from trace_format import check
 
+from traceml_ray.launchers.cluster import free_port
 from traceml_ray.store.profiles import ProfileStep
 from traceml_ray.traces.difference import difference
 from traceml_ray.traces.merged_trace import merge
@@ -24,10 +24,7 @@ RANKS = 3
 def job(tmp_path_factory: pytest.TempPathFactory) -> list[Source]:
     folder = tmp_path_factory.mktemp("job")
     script = Path(__file__).with_name("profiled_ranks.py")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, str(script), str(folder), str(port)]
+    command = [sys.executable, str(script), str(folder), str(free_port())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     sources = []

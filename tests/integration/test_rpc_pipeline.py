@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from trace_format import check, processes
 from watched_job import Job
 
+from traceml_ray.launchers.cluster import free_port
 from traceml_ray.monitor import captures
 from traceml_ray.traces.key_averages import key_averages
 from traceml_ray.traces.merged_trace import merge
@@ -44,14 +44,11 @@ def test_all_workers_of_a_job_that_is_watched_are_profiled_without_a_line_about_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(captures, "AHEAD_S", 1.2)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     step = "        with dist_autograd.context() as context:\n"
     script = EXAMPLE.read_text()
     assert step in script
     script = script.replace(step, f"        threading.Event().wait(0.05)  # for the cores' sake\n{step}")
-    job = Job(tmp_path, script, ["--steps", 10**6], {"MASTER_PORT": str(port)}, auto_profile=0)
+    job = Job(tmp_path, script, ["--steps", 10**6], {"MASTER_PORT": str(free_port())}, auto_profile=0)
     try:
         job.wait_for_steps(20, ranks=1)
         stored = job.profile(steps=2)

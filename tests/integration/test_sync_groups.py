@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from unit.sample_windows import align, judge
 
 from traceml_ray.analysis.roles import role_of
 from traceml_ray.analysis.window import RankRows
+from traceml_ray.launchers.cluster import free_port
 from traceml_ray.signals.sharding.records import Sharding
 from traceml_ray.stages import FLAG_INSEPARABLE, FLAG_NO_PEERS, POST_SYNC, SEGMENT_BITS, STAGES, SYNC_WAIT
 
@@ -298,13 +298,10 @@ def main(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("groups")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD)),
-            *("--master-port", str(port), __file__, str(folder)),
+            *("--master-port", str(free_port()), __file__, str(folder)),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
         capture_output=True,

@@ -18,7 +18,7 @@ import pytest
 from torch.distributed import run as torch_run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from traceml_ray.launchers import arguments, torchrun
+from traceml_ray.launchers import arguments, cluster, torchrun
 from traceml_ray.launchers.arguments import Nodes
 from traceml_ray.launchers.cluster import (
     PrivateRay,
@@ -292,8 +292,21 @@ def test_folder_that_others_can_reach_is_not_held(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.rglob("*")} == {"opened", "link", "own", ".in-use"}
 
 
-def test_free_port_is_never_in_the_range_of_ray_workers() -> None:
-    assert all(not 10_002 <= free_port() < 20_000 for _ in range(50))
+def test_free_port_is_one_that_nobody_else_takes_by_chance() -> None:
+    ports = [free_port() for _ in range(50)]
+    assert all(not 10_002 <= port < 20_000 for port in ports), "Ray's workers"
+    assert all(port < 32_768 for port in ports), "outgoing connections"
+    assert not {29_400, 29_500, 29_501} & {*ports}, "torchrun's ports"
+    assert len({*ports}) > 40
+
+
+def test_port_that_is_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(cluster, "_PORTS", range(port, port + 1))
+        with pytest.raises(OSError, match="no port from"):
+            free_port()
 
 
 def test_no_monitor_flag_creates_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
