@@ -6,16 +6,14 @@ within a time limit. If the check fails, the job trains without it.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import signal
 import subprocess
-import sys
 from collections.abc import Mapping
 
 import msgspec
 
 from traceml_ray import text
+from traceml_ray.signals.check.child import Child
 from traceml_ray.signals.check.tasks import Plan
 from traceml_ray.text import log
 from traceml_ray.wire.codec import ready
@@ -28,7 +26,6 @@ from .guard import guarded
 NAMED = 3
 """Exit code of a job that does not start because the check has named something."""
 _NOTHING = "no node, device or link is slower than its peers"
-_KILLED_S = 5.0
 _RESTART_S = 60.0
 """How long nodes wait for each other, in s, at a restart (all restart together) and in elastic jobs."""
 LOOK_S = 15.0
@@ -112,28 +109,13 @@ def must_stop(args: argparse.Namespace, reply: CheckReply | None) -> bool:
 
 def _ask(request: CheckRequest, environ: Mapping[str, str], most_s: float) -> CheckReply:
     """Run the process of the check for at most `most_s` seconds. Raises OSError if it cannot be started."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "traceml_ray.launchers.check_process"],
-        cwd="/",  # the user's folder may hold files named like modules
-        env=dict(environ),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
+    process = Child("traceml_ray.launchers.check_process", environ)
     try:
-        answer, _ = process.communicate(msgspec.json.encode(request), timeout=most_s)
-        return msgspec.json.decode(answer, type=ready(CheckReply))
+        reply = process.result(msgspec.json.encode(request), most_s)
+        return msgspec.json.decode(reply, type=ready(CheckReply))
     except subprocess.TimeoutExpired:
         return CheckReply(error=f"it was not done within {text.duration(most_s)}")
-    except msgspec.MsgspecError:
-        return CheckReply(error=f"its process ended with exit code {process.returncode}")
-    finally:
-        _kill(process)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill what the process has started. One that a hanging disk holds is left."""
-    with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_KILLED_S)
+    except subprocess.CalledProcessError as error:
+        return CheckReply(error=f"its process ended with exit code {error.returncode}")
+    except msgspec.MsgspecError as error:
+        return CheckReply(error=f"its process sent no result ({error})")

@@ -24,6 +24,7 @@ import msgspec
 from traceml_ray import text
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import error_text
+from traceml_ray.signals.check.child import LineReader
 from traceml_ray.signals.check.nodes import LocalNode, NoAnswerError, TaskProcess
 from traceml_ray.signals.check.records import Checked
 from traceml_ray.signals.check.tasks import Plan, Task, TaskReply, Tasks
@@ -35,7 +36,6 @@ from .cluster import JOIN_S, die_with
 if TYPE_CHECKING:
     from traceml_ray.signals.check.coordinator import Outcome
 
-_MAX_LINE_BYTES = 1 << 22
 _HELLO_S = 5.0
 _AGAIN_S = 0.2
 _TELL_S = 10.0
@@ -101,7 +101,7 @@ class LineConnection:
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._connection, self._received = connection, b""
+        self._connection, self._lines = connection, LineReader(connection.fileno())
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message. Raises OSError."""
@@ -113,18 +113,10 @@ class LineConnection:
         Return the next message. Raises OSError (also when the other side is gone, sends too much, or
         nothing for `limit_s` seconds), or `msgspec.MsgspecError`.
         """
-        deadline = time.monotonic() + limit_s
-        while b"\n" not in self._received:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(f"it did not answer within {text.duration(limit_s)}")
-            self._connection.settimeout(left)
-            part = self._connection.recv(1 << 16)
-            if not part or len(self._received) > _MAX_LINE_BYTES:
-                raise ConnectionError("its process ended" if not part else "it sends too much")
-            self._received += part
-        line, _, self._received = self._received.partition(b"\n")
-        return msgspec.json.decode(line, type=ready(kind))
+        try:
+            return msgspec.json.decode(self._lines.line(limit_s), type=ready(kind))
+        except EOFError as error:
+            raise ConnectionError(str(error)) from None
 
     def close(self) -> None:
         """Close the connection."""

@@ -5,11 +5,8 @@ priority and within a time limit.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -18,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from traceml_ray.signals.check.beside import MOST_S, BesidePlan
+from traceml_ray.signals.check.child import Child
 from traceml_ray.signals.check.nodes import environment
 from traceml_ray.signals.check.records import BESIDE, MOST_CHECKS, Checked
 from traceml_ray.wire import messages as wire
@@ -52,7 +50,7 @@ class NodeCheck:
         self._run = run or self.in_process
         self._obeyed = set[object]()
         self._made: dict[str, list[Part]] = {}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
         self._busy = self._closed = False
 
     def handle(self, commands: Sequence[wire.Command]) -> list[wire.Command]:
@@ -106,28 +104,16 @@ class NodeCheck:
         Raises OSError, and `subprocess.SubprocessError` if it fails or takes longer than `most_s` seconds.
         """
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "traceml_ray.signals.check.beside"],
-            cwd="/",  # the user's folder may hold files named like modules
-            env=environment(os.environ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        process = Child("traceml_ray.signals.check.beside", environment(os.environ), quiet=True)
         with self._lock:
             self._process = process
             if self._closed:
-                _kill(process)
+                process.kill()
         try:
-            output, _ = process.communicate(msgspec.json.encode(plan), timeout=most_s)
+            return process.result(msgspec.json.encode(plan), most_s)
         finally:
-            _kill(process)
             with self._lock:
                 self._process = None
-        if process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, "check")
-        return output
 
     @property
     def waiting(self) -> bool:
@@ -143,10 +129,4 @@ class NodeCheck:
         """End the process."""
         self._closed = True
         if self._process is not None:
-            _kill(self._process)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and what it has started."""
-    with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)
+            self._process.kill()

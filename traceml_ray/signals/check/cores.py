@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from traceml_ray.signals.check.kernel import thread_ns
+
 MOST_GROUPS = 8
 """Largest number of groups that the cores are divided into, if caches or NUMA nodes do not divide them."""
 _MOST_CACHES = 16
@@ -155,7 +157,7 @@ def _scheduled(column: int) -> dict[int, int]:
     try:
         for thread in _TASKS.iterdir():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-                times[int(thread.name)] = int((thread / "schedstat").read_text().split()[column])
-    except (OSError, ValueError, IndexError):
+                times[int(thread.name)] = thread_ns(thread)[column]
+    except (OSError, ValueError):
         return {}
     return times

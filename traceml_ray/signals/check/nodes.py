@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-import select
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from typing import Protocol
 
 import msgspec
 
+from traceml_ray.signals.check.child import LineReader
 from traceml_ray.signals.check.tasks import Task, TaskReply
 from traceml_ray.wire.codec import ready
 
 _END_S = 2.0
-_MAX_REPLY_BYTES = 1 << 22
-_TAIL_BYTES = 300
 
 
 class NoAnswerError(Exception):
@@ -64,26 +61,30 @@ class TaskProcess:
 
     def ask(self, task: Task, limit_s: float) -> TaskReply:
         """Have a task done. Raises NoAnswerError."""
-        deadline = time.monotonic() + limit_s
         try:
             process = self._running()
-            assert process.stdin is not None
+            assert process.stdin is not None and process.stdout is not None
             process.stdin.write(msgspec.json.encode(task) + b"\n")
             process.stdin.flush()
-            line = self._line(process, deadline)
+            line = LineReader(process.stdout.fileno()).line(limit_s)
             return msgspec.json.decode(line, type=ready(TaskReply))
+        except TimeoutError as error:
+            self.end()
+            raise NoAnswerError(str(error)) from None
+        except EOFError:
+            raise NoAnswerError(f"its measuring process ended ({self.end()})") from None
         except (OSError, msgspec.MsgspecError) as error:
             self.end()
             raise NoAnswerError(f"its measuring process failed: {error}") from None
-        except NoAnswerError:
-            self.end()
-            raise
 
-    def end(self) -> None:
-        """Kill the process. One that cannot be killed, as a hanging disk holds it, is left."""
+    def end(self) -> int | None:
+        """
+        Kill the process, and return its exit code. One that cannot be killed, as a hanging disk holds it, is
+        left. None: its exit code is not known, or there is no process.
+        """
         process, self._process = self._process, None
         if process is None:
-            return
+            return None
         process.kill()
         for stream in (process.stdin, process.stdout):
             if stream is not None:
@@ -92,9 +93,9 @@ class TaskProcess:
                 except OSError:
                     pass
         try:
-            process.wait(_END_S)
+            return process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            pass
+            return None
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
@@ -107,19 +108,6 @@ class TaskProcess:
                 stderr=subprocess.DEVNULL,
             )
         return self._process
-
-    def _line(self, process: subprocess.Popen[bytes], deadline: float) -> bytes:
-        assert process.stdout is not None
-        fd, line = process.stdout.fileno(), b""
-        while not line.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([fd], [], [], left)[0]:
-                raise NoAnswerError("it did not answer in time")
-            part = os.read(fd, 1 << 16)
-            if not part or len(line) > _MAX_REPLY_BYTES:
-                raise NoAnswerError(f"its measuring process ended ({process.poll()})")
-            line += part
-        return line
 
 
 class LocalNode:

@@ -13,14 +13,10 @@ from typing import Any
 import msgspec
 
 from traceml_ray.signals.check import cores as machine
+from traceml_ray.signals.check.kernel import STEAL, core_ticks
 from traceml_ray.signals.check.records import MachineState
 from traceml_ray.signals.nodes.records import GpuSample
 from traceml_ray.signals.nodes.sampler import LIMITS, QUESTIONS, held_back_ns, quota_files
-
-_STEAL = 7
-"""Column of the stolen time in a line of /proc/stat."""
-_TIMES = 8
-"""Number of columns that add up to all time. Those of guests are contained in others."""
 
 
 class CpuTime:
@@ -89,7 +85,8 @@ class StateWatch:
 
     def restart(self) -> None:
         """Forget what was seen so far."""
-        self._began = self.cpu_time.withheld_ns(), self.cpu_time.periods(), self._times()
+        ticks = core_ticks(self._cores, self._root)
+        self._began = self.cpu_time.withheld_ns(), self.cpu_time.periods(), ticks
         self._clocks = list[float]()
         self._samples = defaultdict[int, list[GpuSample]](list)
 
@@ -149,7 +146,7 @@ class StateWatch:
 
     def result(self) -> MachineState:
         """Return the state since the beginning."""
-        withheld, periods, times = self._began
+        withheld, periods, ticks = self._began
         gpus = [_usual(samples) for _, samples in sorted(self._samples.items())]
         highest = [self._frequency(core, "cpuinfo_max_freq") for core in self._cores]
         return MachineState(
@@ -158,22 +155,12 @@ class StateWatch:
             quota_cores=self.cpu_time.quota_cores(),
             throttled_ns=self.cpu_time.withheld_ns() - withheld,
             throttled_periods=self.cpu_time.periods() - periods,
-            steal=_stolen(times, self._times()),
+            steal=_stolen(ticks, core_ticks(self._cores, self._root)),
             cpu_mhz=median(self._clocks) if self._clocks else None,
             cpu_max_mhz=max((clock for clock in highest if clock is not None), default=None),
             governor=self._governor(),
             gpus=gpus or None,
         )
-
-    def _times(self) -> list[int] | None:
-        """Return the ticks of this process's cores since the machine was started, by state."""
-        names = {f"cpu{core}" for core in self._cores}
-        try:
-            lines = [line.split() for line in (self._root / "proc/stat").read_text().splitlines()]
-            columns = [[int(ticks) for ticks in line[1 : 1 + _TIMES]] for line in lines if line[0] in names]
-        except (OSError, ValueError, IndexError):
-            return None
-        return [sum(column) for column in zip(*columns, strict=True)] or None
 
     def _frequency(self, core: int, name: str) -> float | None:
         """Return a clock of a core in MHz."""
@@ -192,10 +179,10 @@ class StateWatch:
 
 
 def _stolen(before: list[int] | None, after: list[int] | None) -> float | None:
-    if before is None or after is None or len(before) <= _STEAL:
+    if before is None or after is None:
         return None
     total = sum(after) - sum(before)
-    return (after[_STEAL] - before[_STEAL]) / total if total > 0 else None
+    return (after[STEAL] - before[STEAL]) / total if total > 0 else None
 
 
 def _usual(samples: Sequence[GpuSample]) -> GpuSample:

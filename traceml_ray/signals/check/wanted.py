@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-_BUSY = 0, 1, 2, 5, 6
-"""Columns of user, nice, system, irq and softirq time in a line of /proc/stat."""
-_STEAL = 7
+from traceml_ray.signals.check.kernel import BUSY, STEAL, core_ticks, thread_ns
+
 _MOST_THREADS = 4_000
 _LEAST = 0.01
 """Share of a trial that the threads of a rank must be ready to run, or the rank has no value."""
@@ -98,20 +97,15 @@ class RankThreads:
             return  # it has ended
         for folder in folders[: _MOST_THREADS - len(threads)]:
             with contextlib.suppress(OSError, ValueError):  # it has ended, or this kernel does not count
-                ran, waited = (folder / "schedstat").read_bytes().split()[:2]
-                threads[int(folder.name)] = int(ran), int(waited)
+                threads[int(folder.name)] = thread_ns(folder)
 
 
 def core_times(cores: Iterable[int], root: Path = Path("/")) -> CoreTimes | None:
     """Return the time of some cores together so far. None: not known."""
-    names, tick = {f"cpu{core}" for core in cores}, os.sysconf("SC_CLK_TCK")
-    try:
-        lines = [line.split() for line in (root / "proc/stat").read_text().splitlines()]
-        values = [[int(ticks) for ticks in line[1:]] for line in lines if line and line[0] in names]
-        busy = sum(one[column] for one in values for column in _BUSY)
-        return CoreTimes(busy / tick, sum(one[_STEAL] for one in values) / tick) if values else None
-    except (OSError, ValueError, IndexError):
+    ticks, in_s = core_ticks(cores, root), os.sysconf("SC_CLK_TCK")
+    if ticks is None:
         return None
+    return CoreTimes(sum(ticks[column] for column in BUSY) / in_s, ticks[STEAL] / in_s)
 
 
 def cores_of(pids: Iterable[int]) -> list[int]:
