@@ -25,7 +25,7 @@ from traceml_ray import text
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.errors import error_text
 from traceml_ray.signals.check.child import LineReader
-from traceml_ray.signals.check.nodes import LocalNode, NoAnswerError, TaskProcess
+from traceml_ray.signals.check.nodes import LocalNode, NoAnswerError, TaskProcess, reply_of
 from traceml_ray.signals.check.records import Checked
 from traceml_ray.signals.check.tasks import Plan, Task, TaskReply, Tasks
 from traceml_ray.text import log
@@ -273,10 +273,7 @@ def _check_as_other(request: CheckRequest) -> CheckReply:
             message = line.receive(_ToNode, request.join_s + limit_s(request.plan, request.nodes))
             if isinstance(message, CheckReply):
                 return message
-            try:
-                line.send(process.ask(message.task, message.limit_s))
-            except NoAnswerError as error:
-                line.send(TaskReply(str(error)))
+            line.send(reply_of(process, message.task, message.limit_s))
     finally:
         process.end()
 

@@ -16,13 +16,23 @@ Kinds = tuple[type[BaseException], ...]
 def guarded(what: str, kinds: Kinds = (Exception, SystemExit)) -> Iterator[None]:
     """
     Catch exceptions of `kinds` that the block raises (SystemExit: raised by a library), and print each in one
-    line after `what`.
+    line after `what`. A signal that torchrun has made an exception of passes: it ends the job.
     """
     try:
         yield
     except kinds as error:
+        if BaseException not in kinds and _is_signal(error):
+            raise
         with contextlib.suppress(Exception):  # the error itself cannot be printed
             log(f"{what}: {'interrupted' if isinstance(error, KeyboardInterrupt) else error_text(error)}")
+
+
+def _is_signal(error: BaseException) -> bool:
+    """Return whether an error is torch's SignalException, which is an Exception. Imports no torch."""
+    return any(
+        (kind.__module__.partition(".")[0], kind.__name__) == ("torch", "SignalException")
+        for kind in type(error).__mro__
+    )
 
 
 def at_the_end(what: str) -> contextlib.AbstractContextManager[None]:

@@ -71,6 +71,7 @@ class PlayedNode:
     hosts: Hosts
     silent_at: type[Task] | None = None
     fails_at: type[Task] | None = None
+    ends_at: type[Task] | None = None
     reserved: str = ""
     machine: dict[str, Any] = field(default_factory=dict)
     tasks: list[Task] = field(default_factory=list)
@@ -83,6 +84,8 @@ class PlayedNode:
             raise NoAnswerError("it did not answer within 1 s")
         if self.fails_at is type(task):
             return TaskReply("OSError: no such disk")
+        if self.ends_at is type(task):
+            return TaskReply("its measuring process ended (-9)", ended=True)
         if isinstance(task, Describe):
             return TaskReply(machine=NodeUse(self.name, self.host, 8, **self.machine))
         if isinstance(task, Round):
@@ -143,6 +146,24 @@ def test_node_that_does_not_answer_is_named_once_and_the_others_are_checked(sile
         assert outcome.rounds[0][0, 1] and not outcome.rounds[0][2, 3]
     else:
         assert "node-2" not in outcome.names
+
+
+@pytest.mark.parametrize("ends_at", [Describe, Begin, Round, Collect])
+def test_node_whose_measuring_process_had_to_be_ended_is_named_as_silent(ends_at: type[Task]) -> None:
+    """The actor, or the launcher, of the node answers, but what it measures with hangs: on a disk, say."""
+    nodes = played("a", "b", "c", "d")
+    nodes[2].ends_at = ends_at
+    outcome = Coordinator(nodes, Plan()).run()
+    assert outcome.silent == {"node-2": "its measuring process ended (-9)"} and outcome.errors == []
+    assert type(nodes[2].tasks[-1]) is ends_at and len(outcome.checks) == 3
+
+
+def test_exchange_that_ends_the_processes_of_a_pair_leaves_its_nodes_in_the_check() -> None:
+    nodes = played("a", "b", "c", "d")
+    nodes[0].ends_at = nodes[1].ends_at = Exchange
+    outcome = Coordinator(nodes, Plan()).run()
+    assert outcome.silent == {} and not outcome.rounds[0][0, 1] and outcome.rounds[0][2, 3]
+    assert {node.name for node in nodes} == {check.node for check in outcome.checks}
 
 
 def test_failed_exchange_is_a_pair_without_measures_and_says_why() -> None:

@@ -96,6 +96,21 @@ def test_the_quota_of_the_container_is_known(tmp_path: Path, version: int) -> No
     assert (cpu_time.quota_cores(), cpu_time.withheld_ns(), cpu_time.periods()) == (1.2, 7000, 4)
 
 
+def test_what_a_quota_withheld_is_not_known_if_its_counter_cannot_be_read(tmp_path: Path) -> None:
+    """A rank that ends during a check takes its cgroup with it."""
+    stat = tmp_path / "sys/fs/cgroup/cpu.stat"
+    count = "nr_periods 9\nnr_throttled 4\nthrottled_usec 7\n"
+    root = write(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.stat": count})
+    watch = StateWatch(root, [0])
+    stat.unlink()
+    state = watch.result()
+    assert (state.throttled_ns, state.throttled_periods) == (None, None)
+    watch.restart()
+    stat.write_text(count)
+    state = watch.result()
+    assert (state.throttled_ns, state.throttled_periods) == (None, None), "not all that was withheld before"
+
+
 def test_no_quota_is_none(tmp_path: Path) -> None:
     root = write(
         tmp_path,
@@ -263,6 +278,12 @@ def test_a_disk_that_is_almost_full_is_not_written(on_disk: Path, monkeypatch: p
     monkeypatch.setattr(disk, "_OF_FREE", 1e-9)
     with pytest.raises(ProbeError, match="no file that is large enough"):
         DiskProbe(on_disk)
+
+
+def test_pipe_is_no_disk_and_not_waited_for(on_disk: Path) -> None:
+    os.mkfifo(on_disk / "pipe")
+    with pytest.raises(ProbeError, match="neither a file nor a folder"):
+        DiskProbe(on_disk / "pipe")
 
 
 def test_memory_is_no_disk(tmp_path: Path) -> None:

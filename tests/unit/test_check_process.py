@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from played import Played
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.launchers import check as launcher_check
@@ -312,6 +314,32 @@ def restarts(monkeypatch: pytest.MonkeyPatch) -> Restarts:
     monkeypatch.setattr(launcher_confirm, "has_straggler", played.has_straggler)
     monkeypatch.setattr(launcher_confirm, "_ANSWER_S", 0.0)
     return played
+
+
+def test_signal_during_a_check_at_a_restart_ends_the_job(
+    restarts: Restarts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch makes an exception of a signal, and ends its ranks when it catches it."""
+
+    def is_ended(*_: object) -> bool:
+        raise SignalException("a signal", signal.SIGTERM)
+
+    monkeypatch.setattr(launcher_confirm, "has_straggler", is_ended)
+    agent = PlayedAgent()
+    with launcher_confirm.confirming(flags(), restarts.monitor, {}):
+        agent._start_workers(restarts.group)
+        with pytest.raises(SignalException):
+            agent._start_workers(restarts.group)
+    assert agent.started == 1
+
+
+def test_signal_while_nodes_are_checked_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_ended(*_: object) -> CheckReply:
+        raise SignalException("a signal", signal.SIGTERM)
+
+    monkeypatch.setattr(launcher_check, "_ask", is_ended)
+    with pytest.raises(SignalException):
+        launcher_check.check_at_restart(flags(), Nodes(), {})
 
 
 def test_stragglers_are_confirmed_between_two_starts_of_the_ranks(restarts: Restarts) -> None:

@@ -22,7 +22,7 @@ from traceml_ray.ray.actors import Attachment, bare, cluster_nodes
 from traceml_ray.ray.connection import attach
 from traceml_ray.signals.check.agent import FILE as CHECKS_FILE
 from traceml_ray.signals.check.coordinator import Coordinator, Outcome
-from traceml_ray.signals.check.nodes import NoAnswerError, TaskProcess
+from traceml_ray.signals.check.nodes import NoAnswerError, TaskProcess, reply_of
 from traceml_ray.signals.check.records import Checked
 from traceml_ray.signals.check.tasks import Plan, Task, TaskReply, task_of
 from traceml_ray.wire.codec import ready
@@ -42,11 +42,7 @@ class CheckActor:
 
     def ask(self, task: bytes, limit_s: float) -> bytes:
         """Have a task done. The reply is JSON; a node that cannot do it replies with an error."""
-        try:
-            reply = self._process.ask(task_of(task), limit_s)
-        except NoAnswerError as error:
-            reply = TaskReply(error=str(error))
-        return msgspec.json.encode(reply)
+        return msgspec.json.encode(reply_of(self._process, task_of(task), limit_s))
 
     def leave(self, session: str, checks: bytes) -> None:
         """Leave checks for the ranks of this node, if the session has a relay here. Raises OSError."""

@@ -115,13 +115,19 @@ class Coordinator:
         try:
             reply = self._by_name[name].ask(task, limit_s)
         except NoAnswerError as error:
-            with self._lock:
-                self._outcome.silent.setdefault(name, str(error))
+            self._is_silent(name, str(error))
+            return None
+        if reply.ended and not isinstance(task, (Listen, Exchange)):  # a broken link can end both processes
+            self._is_silent(name, reply.error)
             return None
         if reply.error:
             self._note(f"{name}: {reply.error}")
             return None
         return reply
+
+    def _is_silent(self, name: str, why: str) -> None:
+        with self._lock:
+            self._outcome.silent.setdefault(name, why)
 
     def _note(self, sentence: str) -> None:
         with self._lock:

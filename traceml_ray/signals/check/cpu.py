@@ -69,7 +69,7 @@ class CpuProbe:
                 waited = self._waits.longest_ns()
                 known, spent, done = known and waited is not None, spent + took, done + 1
                 lost += min(waited or 0, took)
-        lost = max(0, lost - max(0, self._cpu_time.withheld_ns() - withheld))
+        lost = max(0, lost - max(0, (self._cpu_time.withheld_ns() or 0) - (withheld or 0)))
         lost = min(lost, spent - 1)
         return [ProbeTrial(done * self._amount / (spent - lost) * 1e9, lost / spent if known else None)]
 

@@ -53,8 +53,10 @@ class DiskProbe:
                     name = _largest(path)
                     note = f"{note}: {name.name} was read"
                     self._file = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
-            else:
+            elif path.is_file():
                 self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            else:  # a pipe would be waited for
+                raise ProbeError(f"{path} is neither a file nor a folder.")
             self._size = os.fstat(self._file).st_size // _ALIGNED * _ALIGNED
             if self._size < _LEAST_BYTES // 4:
                 raise ProbeError(f"{path} is too small to measure a disk ({text.size(self._size)}).")

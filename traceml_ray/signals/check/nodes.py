@@ -110,6 +110,14 @@ class TaskProcess:
         return self._process
 
 
+def reply_of(process: TaskProcess, task: Task, limit_s: float) -> TaskReply:
+    """Return the reply of a process to a task; if it does not answer, one that says so."""
+    try:
+        return process.ask(task, limit_s)
+    except NoAnswerError as error:
+        return TaskReply(error=str(error), ended=True)
+
+
 class LocalNode:
     """
     A node of a check that is this machine.
@@ -126,8 +134,8 @@ class LocalNode:
         self._process = TaskProcess(os.environ)
 
     def ask(self, task: Task, limit_s: float) -> TaskReply:
-        """Have a task done. Raises NoAnswerError."""
-        return self._process.ask(task, limit_s)
+        """Have a task done."""
+        return reply_of(self._process, task, limit_s)
 
     def end(self) -> None:
         """End its process."""

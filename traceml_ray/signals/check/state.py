@@ -33,20 +33,25 @@ class CpuTime:
         with contextlib.suppress(OSError, ValueError):
             self._files = quota_files(root, process)
 
-    def withheld_ns(self) -> int:
-        """Return the CPU time that quotas have withheld so far, in ns."""
+    def withheld_ns(self) -> int | None:
+        """
+        Return the CPU time that quotas have withheld so far, in ns. None: it cannot be read, as after the end
+        of the process.
+        """
         try:
             return held_back_ns(self._files) or 0
         except (OSError, ValueError, KeyError):
-            return 0
+            return None
 
-    def periods(self) -> int:
-        """Return the number of periods in which a quota has withheld CPU time so far."""
+    def periods(self) -> int | None:
+        """Return the number of periods in which a quota has withheld CPU time so far. None: not known."""
         periods = 0
-        for file in self._files:
-            with contextlib.suppress(OSError, ValueError):
+        try:
+            for file in self._files:
                 values = dict(line.split() for line in file.read_text().splitlines())
                 periods += int(values.get("nr_throttled", 0))
+        except (OSError, ValueError):
+            return None
         return periods
 
     def quota_cores(self) -> float | None:
@@ -153,8 +158,8 @@ class StateWatch:
             cpu_name=machine.cpu_name(self._root)[:256] or None,
             cores=len(self._cores),
             quota_cores=self.cpu_time.quota_cores(),
-            throttled_ns=self.cpu_time.withheld_ns() - withheld,
-            throttled_periods=self.cpu_time.periods() - periods,
+            throttled_ns=_growth(withheld, self.cpu_time.withheld_ns()),
+            throttled_periods=_growth(periods, self.cpu_time.periods()),
             steal=_stolen(ticks, core_ticks(self._cores, self._root)),
             cpu_mhz=median(self._clocks) if self._clocks else None,
             cpu_max_mhz=max((clock for clock in highest if clock is not None), default=None),
@@ -176,6 +181,11 @@ class StateWatch:
             return (folder / "scaling_governor").read_text().strip()[:64]
         except (OSError, IndexError):
             return None
+
+
+def _growth(before: int | None, after: int | None) -> int | None:
+    """Return by how much a counter has grown. None: not known, also if it began again."""
+    return after - before if before is not None and after is not None and after >= before else None
 
 
 def _stolen(before: list[int] | None, after: list[int] | None) -> float | None:

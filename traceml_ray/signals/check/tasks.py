@@ -94,6 +94,8 @@ class TaskReply(msgspec.Struct, frozen=True):
 
     error: str = ""
     """Why the task failed."""
+    ended: bool = False
+    """Whether the process that measures gave no answer, and was ended. `error` is the reason."""
     checked: Checked | None = None
     """Result of `Collect`."""
     measures: tuple[Measure, ...] = ()
