@@ -132,6 +132,39 @@ def test_call_that_raised_is_not_finished(monkeypatch: pytest.MonkeyPatch) -> No
         assert call.finished == finished
 
 
+def raised_at(*places: tuple[str, str, int]) -> RuntimeError:
+    """Return an error of gloo that was raised through functions (name, file, line), the outermost first."""
+    namespace: dict[str, Any] = {"text": "[gloo/transport/tcp/pair.cc:553] Connection closed by peer"}
+    inner = "raise RuntimeError(text)"
+    for name, path, line in reversed(places):
+        blank = "\n" * (line - 2)
+        exec(compile(f"{blank}def {name}():\n  {inner}", path, "exec"), namespace)
+        inner = f"{name}()"
+    with pytest.raises(RuntimeError) as caught:
+        namespace[places[0][0]]()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("line", "through", "finished"),
+    [
+        (60, ("all_reduce", "/lib/site-packages/torch/distributed/distributed_c10d.py", 2), False),
+        (75, ("_wait_batch_p2p", "/lib/site-packages/torch/distributed/pipelining/schedules.py", 2), True),
+        (75, ("wait", str(agent.__file__), 2), False),
+    ],
+)
+def test_send_that_raised_at_another_line_leaves_the_newest_collective_finished(
+    line: int, through: tuple[str, str, int], finished: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch records no sends of gloo, so the newest recorded call is an older one. A handle is waited for."""
+    made = reader(monkeypatch, [])
+    monkeypatch.setattr(
+        sys, "last_value", raised_at(("average", "/job/train.py", line), through), raising=False
+    )
+    ((call,),) = [one.calls for one in made.collect(True)]
+    assert call.finished == finished
+
+
 def test_torch_imports_nothing_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """With lines, torch reads `torch._inductor`, and imports it where nobody has."""
     import torch

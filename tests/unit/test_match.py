@@ -282,6 +282,34 @@ def test_older_calls_that_are_not_known_are_not_missing() -> None:
     assert match(reports, hang=True) is None
 
 
+def test_rank_that_skips_a_backward_pass_is_not_said_to_have_made_more_calls() -> None:
+    """The gathers of its next forward pass meet those of the others' backward pass, as in FSDP."""
+    job = Job(4)
+
+    def forward(ranks: Sequence[int]) -> None:
+        job.call(ranks, "all_gather", line=143)
+        job.call(ranks, "all_gather", line=143)
+
+    def backward(ranks: Sequence[int]) -> None:
+        job.call(ranks, "all_gather", line=274)
+        job.call(ranks, "all_gather", line=274)
+        job.call(ranks, "all_reduce", line=274)
+
+    for _ in range(2):
+        forward(range(4))
+        backward(range(4))
+    forward(range(4))
+    backward([0, 1, 3])
+    forward([2])
+    job.call([2], "all_gather", line=274)
+    mismatch = match(job.ranks())
+    assert mismatch is not None and (mismatch.kind, mismatch.ranks) == ("operation", (2,))
+    assert mismatch.why == (
+        "Call 15 of group default_pg differs: rank 2 calls all_gather at train (train.py:274); the other 3 "
+        "call all_reduce at train (train.py:274)."
+    )
+
+
 def test_a_group_that_was_made_again_has_the_numbers_of_the_newer_one() -> None:
     job = Job(2)
     job.call(range(2), "barrier")

@@ -15,6 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from traceback import walk_tb
 from typing import Any, Literal
 
 import msgspec
@@ -69,7 +70,7 @@ class CollectivesReader(Collector):
         if final and error is not None:
             self._read(AT_END)
             if self._reports and _is_of_collective(error):
-                self._reports[-1] = _with_failed_call(self._reports[-1])
+                self._reports[-1] = _with_failed_call(self._reports[-1], _line_of_exchange(error))
         reports, self._reports = self._reports, []
         return reports
 
@@ -116,9 +117,27 @@ def _is_of_collective(error: BaseException) -> bool:
     return inside or _OF_COLLECTIVE.search(str(error)[:2000]) is not None
 
 
-def _with_failed_call(report: CollectivesReport) -> CollectivesReport:
-    """Return a report in which the newest call is not finished: gloo retires a call that failed, too."""
-    if not report.calls:
+def _line_of_exchange(error: BaseException) -> str | None:
+    """
+    Return the line of the user's code that called what raised an exception in torch.distributed. None: it
+    went through no function there, such as a wait for a handle.
+    """
+    calls = [
+        (frame.f_code.co_name, frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)
+    ][::-1]
+    users = next((i for i, one in enumerate(calls) if user_line([one]) is not None), 0)
+    through = any("/torch/distributed/" in path for _, path, _ in calls[:users])
+    return user_line(calls) if through else None
+
+
+def _with_failed_call(report: CollectivesReport, line: str | None) -> CollectivesReport:
+    """
+    Return a report in which the newest call is not finished: gloo retires a call that failed, too.
+
+    If the newest call is of another line than the exception, what failed was no recorded call: torch records
+    no sends and receives of gloo, and checks of arguments raise before the call.
+    """
+    if not report.calls or (line and report.calls[-1].where not in (None, line)):
         return report
     newest = msgspec.structs.replace(report.calls[-1], finished=False)
     return msgspec.structs.replace(report, calls=[*report.calls[:-1], newest])

@@ -106,7 +106,8 @@ def shift(calls: CallsInGroup, usual: CallsInGroup) -> CallShift | None:
     Return where a rank skipped calls, or made more, compared with another rank. None: nowhere.
 
     The rank's calls after that place are those of the other rank, from the same lines, under other numbers. A
-    line alone proves nothing: ranks may make the same collective from different lines.
+    line alone proves nothing: ranks may make the same collective from different lines. Nor do fewer equal
+    calls than were skipped: a rank that skips the rest of a step repeats lines of its begin.
     """
     first = max(calls.seqs[0], usual.seqs[0]) if calls.seqs and usual.seqs else 0
     mine, theirs = _without_gaps(calls, first), _without_gaps(usual, first)
@@ -120,7 +121,7 @@ def shift(calls: CallsInGroup, usual: CallsInGroup) -> CallShift | None:
             rest = shorter[begin:]
             if rest and rest[: len(longer) - begin - skipped] == longer[begin + skipped :][: len(rest)]:
                 compared = min(len(rest), len(longer) - begin - skipped)
-                if compared > 0:
+                if compared >= skipped:
                     return CallShift(first + begin, sign * skipped)
     return None
 
