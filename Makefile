@@ -145,7 +145,7 @@ results: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@for run in overhead.py "captures.py --rounds 20" startup.py nodes.py "scale.py 8 64 512" \
-		"faults.py --quick" "verdicts.py --seeds 1" "layers.py --quick" "check.py --quick" "beside.py --pairs 1" memory.py dashboard.py terminal.py "compare.py --runs 2 --steps 100" "soak.py --seconds 20 --ranks 2"; do \
+		"faults.py --quick" "verdicts.py --seeds 1" "layers.py --quick" "check.py --quick" "check_cost.py --pairs 1" memory.py dashboard.py terminal.py "compare.py --runs 2 --steps 100" "soak.py --seconds 20 --ranks 2"; do \
 		echo "== $$run"; $(PY) benchmarks/$$run; done
 
 # The versions that pyproject.toml promises: its oldest torch and Ray, and the newest there are. 6 GB each.

@@ -141,11 +141,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Peak of one device in 10¹² FLOPs a second; default: its maker's figure, if known."""
     total_steps: Annotated[int | None, Bounds(1, 10**15), OF_RANKS] = None
     """Number of steps of the job."""
-    confirm: Literal["off", "restart", "beside"] = "off"
+    confirm: Literal["off", "restart", "during"] = "off"
     """
-    Whether a straggler is confirmed by a check of the nodes: when torchrun or Ray Train restarts the ranks
-    (`restart`), which takes longer by about twice the seconds of the check; or while the job runs (`beside`),
-    with what can be measured without taking from the job.
+    When a check of the nodes tests whether a straggler's machine is slow: never (`off`); when torchrun or Ray
+    Train restarts the ranks (`restart`), so the restart takes longer by about twice the seconds of the check;
+    or during training (`during`), by measurements that take nothing from the job.
     """
     gpu_hour_price: Annotated[float | None, Bounds(0.0001, 1e6)] = None
     """

@@ -1,4 +1,4 @@
-"""A straggler beside a check of its node: confirmed, not confirmed, or nothing said."""
+"""A straggler and a check of its node: confirmed, not confirmed, or nothing said."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_slow_part_explains_a_straggler_that_uses_it(
     [
         ("check", "a check before training"),
         ("restart", "a check at the restart"),
-        ("beside", "a check beside training"),
+        ("during", "a check during training"),
         ("", "a check"),
         ("of a newer version", "a check"),
     ],

@@ -1,4 +1,4 @@
-"""A check: what is named as slow beside its peers, and what is not."""
+"""A check: what is named as slower than its peers, and what is not."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def named(result: CheckResult) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 8, 1024])
 @pytest.mark.parametrize("level", [0.6, 0.84])
-def test_a_slow_node_is_named_beside_any_number_of_peers(nodes: int, level: float) -> None:
+def test_a_slow_node_is_named_among_any_number_of_peers(nodes: int, level: float) -> None:
     result = cpus([1.0] * (nodes - 1) + [level])
     assert named(result) == [(f"node-{nodes - 1}", "CPU")]
     slow = result.slow[0]
@@ -75,7 +75,7 @@ def test_one_machine_alone_says_that_it_has_no_peers() -> None:
     assert "nothing like it was measured elsewhere" in result.unsure[0]
 
 
-def test_half_of_the_nodes_are_named_beside_the_other_half() -> None:
+def test_half_of_the_nodes_are_named_if_the_other_half_is_fast() -> None:
     assert {name for name, _ in named(cpus([1.0, 0.7, 1.0, 0.7]))} == {"node-1", "node-3"}
 
 

@@ -18,7 +18,7 @@ from traceml_ray.reports.headlines import beside
 from traceml_ray.reports.summary import summarize
 from traceml_ray.signals.check.judge import CheckResult
 from traceml_ray.signals.check.live import LATEST_S, MAX_BYTES, SETTLED_S, LiveCheck
-from traceml_ray.signals.check.records import BESIDE, Checked, MachineState, Measure
+from traceml_ray.signals.check.records import DURING, Checked, MachineState, Measure
 from traceml_ray.signals.check.view import GetCheck
 from traceml_ray.signals.live import Ranks
 from traceml_ray.signals.nodes.records import GpuSample
@@ -92,8 +92,8 @@ def said(why: str) -> str:
     return why[place:]
 
 
-def at_work(t_ns: int, mhz: float) -> Checked:
-    """What a check beside the job says of a node whose GPU 1 runs at the clock `mhz`; usual is 1,980."""
+def during(t_ns: int, mhz: float) -> Checked:
+    """What a check during training says of a node whose GPU 1 runs at the clock `mhz`; usual is 1,980."""
     measures = [
         Measure(
             "gpu_clock", f"GPU {gpu}", "Hz", [(mhz if gpu == 1 else 1980.0) * 1e6 * one for one in _TRIALS],
@@ -106,7 +106,7 @@ def at_work(t_ns: int, mhz: float) -> Checked:
         None,
     )  # fmt: skip
     state = MachineState(gpus=[hot] if mhz < 1900 else [])
-    return Checked(t_ns, "", state=state, measures=measures, number=7, kind=BESIDE, about=_LATE)
+    return Checked(t_ns, "", state=state, measures=measures, number=7, kind=DURING, about=_LATE)
 
 
 @pytest.mark.parametrize(("slow", "confirmed"), [(0.86, True), (1.0, False)])
@@ -195,18 +195,18 @@ def test_what_the_verdict_says_is_not_said_again_beside_it(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("mhz", "confirmed", "begins"),
     [
-        (1500.0, True, "Confirmed by a check beside training: GPU 1 of host-1 runs at a 24 % lower clock"),
-        (1980.0, False, "Not confirmed by a check beside training: host-1 is as fast as other nodes (clock"),
+        (1500.0, True, "Confirmed by a check during training: GPU 1 of host-1 runs at a 24 % lower clock"),
+        (1980.0, False, "Not confirmed by a check during training: host-1 is as fast as other nodes (clock"),
     ],
 )
-def test_check_beside_the_job_confirms_alike_live_and_in_the_report(
+def test_check_during_the_job_confirms_alike_live_and_in_the_report(
     tmp_path: Path, mhz: float, confirmed: bool, begins: str
 ) -> None:
-    class Beside(PlayedCheck):
+    class During(PlayedCheck):
         def check_of(self, node: int) -> Checked:
-            return at_work(self.clock(), mhz if node == 1 else 1980.0)
+            return during(self.clock(), mhz if node == 1 else 1980.0)
 
-    job = played(tmp_path, Beside, sends=15, seconds=19)
+    job = played(tmp_path, During, sends=15, seconds=19)
     live = verdict_of(job)
     assert live.confirmed is confirmed and said(live.why).startswith(begins)
     with SessionFile(tmp_path / "session.sqlite") as file:

@@ -19,7 +19,6 @@ from traceml_ray.analysis.thresholds import Thresholds
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
 from traceml_ray.files import read_part
-from traceml_ray.monitor.beside_watch import BesideWatch
 from traceml_ray.monitor.bundling import Bundling
 from traceml_ray.monitor.ending import Endings
 from traceml_ray.monitor.finish import QUIET_S, failed
@@ -28,6 +27,7 @@ from traceml_ray.monitor.live_verdict import LiveJudge
 from traceml_ray.monitor.private_folders import spooled
 from traceml_ray.monitor.profiling import WAITING, LayerRequests, Profiling
 from traceml_ray.monitor.relay_intake import RelayIntake
+from traceml_ray.monitor.straggler_watch import StragglerWatch
 from traceml_ray.monitor.tracker_exchange import TrackerExchange
 from traceml_ray.reports.answers import Answers
 from traceml_ray.reports.files import write_reports
@@ -320,7 +320,7 @@ class AggregatorCore:
             self.commit,
         )  # fmt: skip
         self._layers = LayerRequests(self.errors, self._judge.running, lambda: ticks() / 1e9)
-        self._beside = BesideWatch(settings, self._judge.running, clock, self.errors)
+        self._stragglers = StragglerWatch(settings, self._judge.running, clock, self.errors)
         self._trackers = TrackerExchange()
         self._intake = RelayIntake(
             self._writer, recent, self._steps, signals, self._judge, self._bundling, self._profiling,
@@ -375,7 +375,7 @@ class AggregatorCore:
                     self._be_busy()
                     self.pace.reported(batch.node.node_id)
                 self._intake.accept(received, now)
-                self._beside.answered(node_id, itertools.chain(*received.of_ranks.values()))
+                self._stragglers.answered(node_id, itertools.chain(*received.of_ranks.values()))
                 self._count_lost()
         except codec.WireError as error:
             self.errors.note("ingest", error)
@@ -383,7 +383,7 @@ class AggregatorCore:
             self.errors.swallow("ingest", error)
         stored = self._writer.committed.get(incarnation, 0)
         commands = [*self._judge.commands, *self._profiling.commands, *self._layers.commands]
-        commands += self._beside.commands(node_id)
+        commands += self._stragglers.commands(node_id)
         return codec.encode(
             wire.RelayReply(
                 codec.VERSION,
@@ -448,7 +448,7 @@ class AggregatorCore:
         self._bundling.write_due()
         self._profiling.tick()
         self._layers.tick()
-        self._beside.tick()
+        self._stragglers.tick()
 
     def end(self, data: bytes) -> bytes:
         """

@@ -1,5 +1,5 @@
 """
-Checks a node beside its running job when the aggregator asks for it: in a process of its own, with the lowest
+Checks a node during training when the aggregator asks for it: in a process of its own, with the lowest
 priority and within a time limit.
 """
 
@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from traceml_ray.signals.check.beside import MOST_S, BesidePlan
 from traceml_ray.signals.check.child import Child
+from traceml_ray.signals.check.during import MOST_S, TrainingCheckPlan
 from traceml_ray.signals.check.nodes import environment
-from traceml_ray.signals.check.records import BESIDE, MOST_CHECKS, Checked
+from traceml_ray.signals.check.records import COMMAND, MOST_CHECKS, Checked
 from traceml_ray.wire import messages as wire
 from traceml_ray.wire.codec import Part, ready
 
@@ -43,7 +43,7 @@ class NodeCheck:
         pid: Callable[[str], int | None],
         lock: threading.RLock,
         wall: Callable[[], int] = time.time_ns,
-        run: Callable[[BesidePlan, float], bytes] | None = None,
+        run: Callable[[TrainingCheckPlan, float], bytes] | None = None,
     ) -> None:
         self.errors: Counter[str] = Counter()
         self._pid, self._lock, self._wall = pid, lock, wall
@@ -56,15 +56,15 @@ class NodeCheck:
     def handle(self, commands: Sequence[wire.Command]) -> list[wire.Command]:
         """Begin the check that a command asks for. Return the other commands, which are for ranks."""
         for command in commands:
-            if command.name == BESIDE and command.args.get("id") not in self._obeyed:
+            if command.name == COMMAND and command.args.get("id") not in self._obeyed:
                 self._obeyed.add(command.args.get("id"))
                 self._begin(command.args)
-        return [command for command in commands if command.name != BESIDE]
+        return [command for command in commands if command.name != COMMAND]
 
     def _begin(self, args: Mapping[str, object]) -> None:
         begin_ns, about, processes = args.get("begin_ns"), args.get("rank"), args.get("processes")
         if not (isinstance(begin_ns, int) and isinstance(about, int) and isinstance(processes, str)):
-            self.errors["check beside the job: malformed"] += 1
+            self._not_made("malformed order")
             return
         named = [word.partition(":") for word in processes.split()]
         pids = {
@@ -73,18 +73,28 @@ class NodeCheck:
             if rank.isdigit() and (pid := self._pid(name)) is not None
         }
         ahead_s = (begin_ns - self._wall()) / 1e9
-        if self._busy or self._closed or not pids or not 0 < ahead_s < _MOST_START_S:
-            self.errors["check beside the job: cannot"] += 1
+        if self._closed:
             return
+        for why, is_so in (
+            ("another one is made", self._busy),
+            ("no rank is known here", not pids),
+            ("it would begin in the past, or too late", not 0 < ahead_s < _MOST_START_S),
+        ):
+            if is_so:
+                self._not_made(why)
+                return
         self._busy = True
         owner = next(name for rank, _, name in named if rank.isdigit() and int(rank) in pids)
-        plan = BesidePlan(begin_ns, about, pids, number=MOST_CHECKS - 1)
+        plan = TrainingCheckPlan(begin_ns, about, pids, number=MOST_CHECKS - 1)
         most_s = ahead_s + plan.trials * plan.period_s + MOST_S + _SPARE_S
         threading.Thread(
-            target=self._check, args=(plan, owner, most_s), name="traceml-beside", daemon=True
+            target=self._check, args=(plan, owner, most_s), name="traceml-check-node", daemon=True
         ).start()
 
-    def _check(self, plan: BesidePlan, owner: str, most_s: float) -> None:
+    def _not_made(self, why: str) -> None:
+        self.errors[f"check during training: {why}"] += 1
+
+    def _check(self, plan: TrainingCheckPlan, owner: str, most_s: float) -> None:
         try:
             checked = msgspec.json.decode(self._run(plan, most_s), type=ready(Checked))
             with self._lock:
@@ -93,18 +103,19 @@ class NodeCheck:
             ended = isinstance(error, subprocess.CalledProcessError)
             why = f"exit code {error.returncode}" if ended else type(error).__name__  # type: ignore[attr-defined]
             with self._lock:
-                self.errors[f"check beside the job: {why}"] += not self._closed
+                if not self._closed:
+                    self._not_made(why)
         finally:
             with self._lock:
                 self._busy = False
 
-    def in_process(self, plan: BesidePlan, most_s: float) -> bytes:
+    def in_process(self, plan: TrainingCheckPlan, most_s: float) -> bytes:
         """
         Run the process, and return its output. It inherits the priority of this thread, which is lowered.
         Raises OSError, and `subprocess.SubprocessError` if it fails or takes longer than `most_s` seconds.
         """
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        process = Child("traceml_ray.signals.check.beside", environment(os.environ), quiet=True)
+        process = Child("traceml_ray.signals.check.during", environment(os.environ), quiet=True)
         with self._lock:
             self._process = process
             if self._closed:

@@ -458,8 +458,8 @@ class Command(Part, frozen=True):
     `profile`: record steps with torch's profiler, see `ProfileCommand`. `layers`: measure the layers of some
     steps, see `LayersCommand`.
 
-    `beside`, for a relay: check the node beside the job, from `args["begin_ns"]` on (ns, clock of the node),
-    because of the straggler `args["rank"]`. `args["processes"]`: its ranks, as "4:process 5:other".
+    `check_node`, for a relay: check the node during training, from `args["begin_ns"]` on (ns, clock of the
+    node), because of the straggler `args["rank"]`. `args["processes"]`: its ranks, as "4:process 5:other".
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a check of several nodes says: each node beside the others, and pairs of nodes."""
+"""What a check of several nodes says: each node compared with the others, and pairs of nodes."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ no GPU was measured.
 _CHECKS = {
     "check": "a check before training",
     "restart": "a check at the restart",
-    "beside": "a check beside training",
+    "during": "a check during training",
 }
 """What a check is called, by `Checked.kind`."""
 _NEXT = "Look at what {ranks} {does}: {its} data, the size of {its} batches, and what {its} code does more."

@@ -1,9 +1,9 @@
 """
 Probe of a disk: reads a file past the page cache.
 
-A folder that can be written gets a file of the probe, which is small beside the free space and is removed at
-the end, also if the process is killed: it has no name. In a folder that cannot be written, the largest of its
-files are read.
+In a folder that can be written, the probe writes a file, which takes little of the free space. The file has
+no name, so it is gone at the end, also if the process is killed. In a folder that cannot be written, its
+largest file is read.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class IdleTrial(msgspec.Struct, frozen=True):
     others: float
     """
     Share of the trial in which others had the cores, at most MOST_OTHERS. Time in which this process waited
-    is not counted, so the trial counts beside a busy job, too. But others slow caches and clocks down: the
+    is not counted, so the trial counts while a job is busy, too. But others slow caches and clocks down: the
     judge names no difference that is smaller than this share.
     """
 

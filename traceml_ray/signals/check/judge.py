@@ -96,7 +96,7 @@ LIMITS: dict[str, ProbeLimit] = {
     "gpu_clock": ProbeLimit("clock of the GPU in use", "clock", "runs at a {} lower clock", 0.07, 0.015),
 }
 """
-Limits by probe. The last four measure beside a running job. Files of one healthy disk of a virtual machine
+Limits by probe. The last four measure during training. Files of one healthy disk of a virtual machine
 were read at 1.1 and at 2.4 GB/s, each at its own rate for all trials.
 """
 OF_JOB = "ready_time", "gpu_clock"

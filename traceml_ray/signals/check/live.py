@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from traceml_ray.signals.check.judge import CheckResult
-from traceml_ray.signals.check.records import BESIDE, CHECKS, Checked
+from traceml_ray.signals.check.records import CHECKS, DURING, Checked
 from traceml_ray.signals.check.view import GetCheck, age, of_ranks
 from traceml_ray.signals.live import LiveSignal, Ranks
 from traceml_ray.store.rank_processes import RankProcess
@@ -32,7 +32,7 @@ first one.
 
 
 _Key = tuple[int, bool]
-"""A process, and whether the check was made beside the job."""
+"""A process, and whether the check was made during training."""
 
 
 class _Judged(NamedTuple):
@@ -68,8 +68,8 @@ class LiveCheck(LiveSignal):
         self._results: dict[str, CheckResult] = {}
 
     def add(self, process: int, record: Checked) -> None:
-        """Add a check. Of each process the newest is kept, and the newest beside the job."""
-        key = process, record.kind == BESIDE
+        """Add a check. Of each process the newest is kept, and the newest that was made during training."""
+        key = process, record.kind == DURING
         if age(record) < self._ages.get(key, age(record)):
             return
         self._forget(key)

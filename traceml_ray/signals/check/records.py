@@ -12,8 +12,10 @@ from traceml_ray.wire.codec import FEW, Count, Int64, Part
 
 MOST_CHECKS = 8
 """Largest number of checks that are kept of each rank process."""
-BESIDE = "beside"
-"""`Checked.kind` of the checks that are made beside a running job. It is also the name of the command."""
+DURING = "during"
+"""`Checked.kind` of the checks that are made while the job trains, and the value of the setting `confirm`."""
+COMMAND = "check_node"
+"""Name of the command that has a relay check its node during training."""
 _Text = Annotated[str, msgspec.Meta(max_length=256)]
 _Short = Annotated[str, msgspec.Meta(max_length=64)]
 
@@ -66,7 +68,7 @@ class MachineState(Part, frozen=True):
     gpus: Annotated[list[GpuSample], FEW] | None = None
     """Each GPU while it multiplied, or while the job used it, as NVML reports it."""
     others_cores: float | None = None
-    """Number of cores that processes which belong to no rank kept busy, beside a job."""
+    """Number of cores that processes which belong to no rank kept busy, in a check during training."""
 
 
 class Checked(Part, frozen=True):
@@ -89,9 +91,9 @@ class Checked(Part, frozen=True):
     number: Count = 0
     """Number of the check in its process."""
     kind: Annotated[str, msgspec.Meta(max_length=16)] = "check"
-    """When it was made: `check` (before training), `restart` or `beside` (confirms a verdict)."""
+    """When it was made: `check` (before training), `restart` or `during` (confirms a verdict)."""
     about: Count | None = None
-    """Rank of the straggler that it is to confirm, beside a job."""
+    """Rank of the straggler that it is to confirm, in a check during training."""
 
 
 CHECKS = Kind(

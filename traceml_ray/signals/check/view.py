@@ -11,10 +11,10 @@ import msgspec
 from traceml_ray import text
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.document.model import Column, Facts, Gauge, Section, Table
-from traceml_ray.signals.check.at_work import judged_beside, newest_set, together
 from traceml_ray.signals.check.confirm import confirmed, explained
 from traceml_ray.signals.check.judge import LIMITS, CheckResult, Level, Slow, judged, rate
-from traceml_ray.signals.check.records import BESIDE, CHECKS, Checked
+from traceml_ray.signals.check.judge_during import judged_during, newest_set, together
+from traceml_ray.signals.check.records import CHECKS, DURING, Checked
 from traceml_ray.signals.finding import Finding, OnSteps, key_of, known
 from traceml_ray.signals.view import SLOW_RANKS, Run, View
 from traceml_ray.store.query import OfRun
@@ -43,7 +43,7 @@ def blocks(result: CheckResult, *, named: bool = True) -> list[Facts | Table]:
 def headline(result: CheckResult) -> str:
     """Return what a check says in one or two sentences."""
     nodes = text.count(result.nodes, "node")
-    where = " beside the job" if result.kind == BESIDE else ""
+    where = " during training" if result.kind == DURING else ""
     took = where + (f" in {text.duration(result.seconds)}" if result.seconds is not None else "")
     if result.slow:
         names = text.listed([one.name for one in result.slow[:3]], max(0, len(result.slow) - 3))
@@ -179,24 +179,24 @@ def of_ranks(
     checks: Mapping[int, Iterable[Checked]], ranks: Mapping[int, RankProcess], labels: Mapping[int, str]
 ) -> CheckResult:
     """
-    Return what the newest checks of a run say: those without a job, and those beside it.
+    Return what the newest checks of a run say: those made without a job, and those made during training.
 
     Args:
         checks: the checks of each process, by its number. Only the newest matter: one without a job, one
-            beside it.
+            during training.
         ranks: the process of each rank.
         labels: of the nodes of these processes, by process.
     """
-    full, beside = list[Checked](), list[Checked]()
+    full, during = list[Checked](), list[Checked]()
     for process in sorted(checks.keys() & labels.keys()):
         several = [msgspec.structs.replace(one, node=labels[process]) for one in checks[process]]
-        for kept, is_beside in ((full, False), (beside, True)):
-            mine = [one for one in several if (one.kind == BESIDE) is is_beside]
+        for kept, is_during in ((full, False), (during, True)):
+            mine = [one for one in several if (one.kind == DURING) is is_during]
             kept += [max(mine, key=age)] if mine else []
-    newest = newest_set(beside)
+    newest = newest_set(during)
     straggler = ranks.get(newest[0].about) if newest and newest[0].about is not None else None
-    at_work = judged_beside(newest, labels.get(straggler.id) if straggler is not None else None)
-    return _placed(together(judged(one_per_node(full)), at_work), ranks, labels)
+    while_trained = judged_during(newest, labels.get(straggler.id) if straggler is not None else None)
+    return _placed(together(judged(one_per_node(full)), while_trained), ranks, labels)
 
 
 def _placed(

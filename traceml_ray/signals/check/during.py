@@ -1,13 +1,13 @@
 """
-Checks a node beside the job that runs on it: `python -m traceml_ray.signals.check.beside`.
+Checks a node while a job trains on it: `python -m traceml_ray.signals.check.during`.
 
 Nothing is taken from the job. The kernel counts how long the ranks wait for a core, what a CPU quota
 withholds and what a hypervisor takes away; NVML has the clocks of the GPUs and why they are not higher. Only
 cores that the job leaves idle are measured, for half a second of CPU time in all (`idle`). GPUs are never
 computed on.
 
-The process reads one `BesidePlan` from stdin and writes one `Checked` to stdout. The kernel ends it when it
-has used MOST_CPU_S of CPU time, or MOST_S after its last trial.
+The process reads one `TrainingCheckPlan` from stdin and writes one `Checked` to stdout. The kernel ends it
+when it has used MOST_CPU_S of CPU time, or MOST_S after its last trial.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from traceml_ray.errors import error_text
 from traceml_ray.signals.check import idle
 from traceml_ray.signals.check.cores import cpu_name
 from traceml_ray.signals.check.probes import boot_id
-from traceml_ray.signals.check.records import BESIDE, Checked, Measure
+from traceml_ray.signals.check.records import DURING, Checked, Measure
 from traceml_ray.signals.check.state import StateWatch
 from traceml_ray.signals.check.wanted import CpuDemand, RankThreads, between
 from traceml_ray.wire.codec import ready
@@ -47,7 +47,7 @@ _USED_PCT = 5.0
 _ROOT = Path("/")
 
 
-class BesidePlan(msgspec.Struct, frozen=True):
+class TrainingCheckPlan(msgspec.Struct, frozen=True):
     """What to do on one node."""
 
     begin_ns: int
@@ -66,7 +66,7 @@ class BesidePlan(msgspec.Struct, frozen=True):
 class _Idle:
     """The process that measures idle cores."""
 
-    def __init__(self, plan: BesidePlan, cores: list[int]) -> None:
+    def __init__(self, plan: TrainingCheckPlan, cores: list[int]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "traceml_ray.signals.check.idle"],
             cwd="/",  # the user's folder may hold files named like modules
@@ -96,7 +96,7 @@ def _to_background() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (IDLE_CPU_S, IDLE_CPU_S))
 
 
-class BesideCheck:
+class TrainingCheck:
     """
     The check of one node.
 
@@ -105,7 +105,7 @@ class BesideCheck:
         root: the folder that contains `proc` and `sys`.
     """
 
-    def __init__(self, plan: BesidePlan, root: Path = _ROOT) -> None:
+    def __init__(self, plan: TrainingCheckPlan, root: Path = _ROOT) -> None:
         self._plan, self._errors = plan, list[str]()
         self._threads = RankThreads(plan.pids, root)
         first = str(next(iter(plan.pids.values()), "self"))
@@ -176,7 +176,7 @@ class BesideCheck:
             errors=self._errors,
             seconds=seconds or None,
             number=plan.number,
-            kind=BESIDE,
+            kind=DURING,
             about=plan.about,
         )
 
@@ -200,12 +200,12 @@ class BesideCheck:
 
 def main() -> None:
     """Make the check of stdin."""
-    plan = msgspec.json.decode(sys.stdin.buffer.read(), type=ready(BesidePlan))
+    plan = msgspec.json.decode(sys.stdin.buffer.read(), type=ready(TrainingCheckPlan))
     resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S))
     left_s = (plan.begin_ns - time.time_ns()) / 1e9 + plan.trials * plan.period_s + MOST_S
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, max(1.0, left_s))  # also if nobody waits for it any more
-    sys.stdout.buffer.write(msgspec.json.encode(BesideCheck(plan).run()))
+    sys.stdout.buffer.write(msgspec.json.encode(TrainingCheck(plan).run()))
 
 
 if __name__ == "__main__":

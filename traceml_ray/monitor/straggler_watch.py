@@ -1,6 +1,6 @@
 """
-Has the node of a straggler that lasts checked beside the job, and some nodes to compare it with
-(`confirm=beside`).
+Has the node of a straggler that lasts checked during training, and some nodes to compare it with
+(`confirm=during`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
 from traceml_ray.monitor.live_steps import RunNow
 from traceml_ray.settings import Settings
-from traceml_ray.signals.check.beside import PERIOD_S, TRIALS
 from traceml_ray.signals.check.confirm import STRAGGLERS
-from traceml_ray.signals.check.records import BESIDE, CHECKS
+from traceml_ray.signals.check.during import PERIOD_S, TRIALS
+from traceml_ray.signals.check.records import CHECKS, COMMAND, DURING
 from traceml_ray.signals.kind import Kind
 from traceml_ray.store.rank_processes import RankProcess
 from traceml_ray.wire import messages as wire
@@ -62,7 +62,7 @@ class _Run:
 
 
 @dataclass(eq=False)
-class BesideWatch:
+class StragglerWatch:
     """
     Watches the verdicts of the live runs, and orders checks. Only the judging thread calls `tick`; any thread
     may call the rest.
@@ -99,17 +99,17 @@ class BesideWatch:
 
     def tick(self) -> None:
         """Order the check that is due. An error is counted."""
-        if self.settings.confirm != BESIDE:
+        if self.settings.confirm != DURING:
             return
         try:
             self._tick()
         except Exception as error:
-            self.errors.swallow("check beside the job", error)
+            self.errors.swallow("check during training", error)
 
     def _tick(self) -> None:
         now, live = self.clock(), self.running()
         if self._waiting and now > self._until_ns + _ANSWER_S * 1e9:
-            self.errors.count("check beside the job: no answer", len(self._waiting))
+            self.errors.count("check during training: no answer", len(self._waiting))
             self._waiting = set()
         self._runs = {one.run: self._runs.get(one.run, _Run()) for one in live}
         for one in live:
@@ -141,12 +141,12 @@ class BesideWatch:
                 args: dict[str, Value] = {"id": f"{now:x}", "run": live.run, "rank": ranks[0]}
                 args["begin_ns"] = begin_ns - (offset if abs(offset) > bound else 0)
                 args["processes"] = " ".join(f"{rank}:{name}" for rank, name in processes.items())
-                orders[node] = wire.Command(BESIDE, args)
+                orders[node] = wire.Command(COMMAND, args)
             self._orders, self._waiting = orders, set(orders)
 
 
 def stragglers(verdict: Verdict | None) -> Iterable[tuple[int, ...]]:
-    """Return the ranks that a verdict names as stragglers, and those of the findings beside it."""
+    """Return the ranks that a verdict names as stragglers, and those of its other findings."""
     if verdict is None:
         return []
     every = (verdict, *verdict.also)

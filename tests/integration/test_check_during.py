@@ -1,5 +1,5 @@
 """
-The process that checks a machine beside a running job: three ranks, each on a machine of its own, one with a
+The process that checks a machine while a job computes: three ranks, each on a machine of its own, one with a
 smaller CPU quota, or one that sleeps.
 """
 
@@ -16,10 +16,10 @@ import msgspec
 import pytest
 from check_rigs import first_cpu, put, slow_cpu, why_no_cgroups
 
-from traceml_ray.signals.check.at_work import judged_beside
-from traceml_ray.signals.check.beside import TRIALS, BesidePlan
+from traceml_ray.signals.check.during import TRIALS, TrainingCheckPlan
 from traceml_ray.signals.check.judge import CheckResult
-from traceml_ray.signals.check.records import BESIDE, Checked
+from traceml_ray.signals.check.judge_during import judged_during
+from traceml_ray.signals.check.records import DURING, Checked
 from traceml_ray.wire.codec import ready
 
 HOSTS = 3
@@ -43,7 +43,7 @@ def check_of(number: int, pid: int, begin_ns: int, boot_id: Path) -> subprocess.
     """Start the check of a machine with one rank."""
     boot_id.write_text(f"machine-{number}")
     inside = 'mount --bind "$0" /proc/sys/kernel/random/boot_id && exec nice -n 19 "$@"'
-    command = sys.executable, "-m", "traceml_ray.signals.check.beside"
+    command = sys.executable, "-m", "traceml_ray.signals.check.during"
     process = subprocess.Popen(
         ["unshare", "--mount", "sh", "-c", inside, str(boot_id), *command],
         stdin=subprocess.PIPE,
@@ -51,7 +51,7 @@ def check_of(number: int, pid: int, begin_ns: int, boot_id: Path) -> subprocess.
         cwd="/",
     )
     assert process.stdin is not None
-    plan = BesidePlan(begin_ns, 1, {number: pid}, node=f"host-{number}", period_s=1.0)
+    plan = TrainingCheckPlan(begin_ns, 1, {number: pid}, node=f"host-{number}", period_s=1.0)
     process.stdin.write(msgspec.json.encode(plan))
     process.stdin.close()
     return process
@@ -79,7 +79,7 @@ def checked_ranks(folder: Path, slow: float | None, asleep: int | None) -> Check
         for rank in ranks:
             rank.kill()
             rank.wait()
-    return judged_beside([msgspec.json.decode(one, type=ready(Checked)) for one in outputs], "host-1")
+    return judged_during([msgspec.json.decode(one, type=ready(Checked)) for one in outputs], "host-1")
 
 
 def test_rank_with_a_smaller_cpu_quota_is_named_with_the_quota(tmp_path: Path) -> None:
@@ -96,12 +96,12 @@ def test_rank_that_sleeps_is_on_a_machine_like_others(tmp_path: Path) -> None:
 
 
 def test_process_of_the_check_measures_and_ends() -> None:
-    plan = BesidePlan(time.time_ns() + 2_000_000_000, 0, {0: os.getpid()}, period_s=0.2)
-    command = [sys.executable, "-m", "traceml_ray.signals.check.beside"]
+    plan = TrainingCheckPlan(time.time_ns() + 2_000_000_000, 0, {0: os.getpid()}, period_s=0.2)
+    command = [sys.executable, "-m", "traceml_ray.signals.check.during"]
     done = subprocess.run(
         command, input=msgspec.json.encode(plan), capture_output=True, timeout=60, check=True
     )
     checked = msgspec.json.decode(done.stdout, type=ready(Checked))
-    assert (checked.kind, checked.about, checked.t_ns) == (BESIDE, 0, plan.begin_ns)
+    assert (checked.kind, checked.about, checked.t_ns) == (DURING, 0, plan.begin_ns)
     assert {measure.probe for measure in checked.measures} >= {"ready_time", "unstolen", "idle_matmul"}
     assert all(len(measure.values) <= TRIALS for measure in checked.measures)

@@ -1,4 +1,4 @@
-"""A check beside a running job: what is read, what it says, and what it leaves open."""
+"""A check during training: what is read, what it says, and what it leaves open."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from played import Played
 from sessions import LIMITS
 
-from traceml_ray.monitor import beside_watch
+from traceml_ray.monitor import straggler_watch
 from traceml_ray.reports.summary import summarize
 from traceml_ray.settings import Settings
-from traceml_ray.signals.check.at_work import judged_beside, newest_set, together
 from traceml_ray.signals.check.judge import CheckResult, judged
-from traceml_ray.signals.check.records import BESIDE, Checked, MachineState, Measure
+from traceml_ray.signals.check.judge_during import judged_during, newest_set, together
+from traceml_ray.signals.check.records import COMMAND, DURING, Checked, MachineState, Measure
 from traceml_ray.signals.check.view import headline
 from traceml_ray.signals.check.wanted import (
     CoreTimes,
@@ -58,7 +58,7 @@ def checked(number: int, *got: float, host: str | None = None, **more: Any) -> C
         Measure("gpu_clock", f"GPU {gpu}", "Hz", [mhz * 1e6 * one for one in NOISE], "H200", device=gpu)
         for gpu, mhz in enumerate(clocks)
     ]
-    given = {"t_ns": 50, "host": host or f"boot-{number}", "seconds": 20.0, "kind": BESIDE, "about": 1}
+    given = {"t_ns": 50, "host": host or f"boot-{number}", "seconds": 20.0, "kind": DURING, "about": 1}
     return Checked(node=f"node-{number}", measures=measures, **{**given, **more})  # type: ignore[arg-type]
 
 
@@ -72,23 +72,23 @@ def states(result: CheckResult, node: str) -> dict[str, str]:
 
 def test_node_that_a_quota_holds_back_is_named_with_the_quota_as_cause() -> None:
     nodes = [checked(0, 0.99, 0.98), checked(1, 0.6, 0.62, state=QUOTA), checked(2, 0.99, 0.99)]
-    result = judged_beside(nodes, "node-1")
+    result = judged_during(nodes, "node-1")
     assert named(result) == [("node-1", "CPU", None)]
     (slow,) = result.slow
     assert (
         slow.why.startswith("The CPU of node-1 gets 3") and "less of the CPU time that it wants" in slow.why
     )
     assert "The CPU quota of its container allows 1.2 of 2 cores." in slow.why
-    assert result.kind == BESIDE
+    assert result.kind == DURING
     assert (
-        headline(result) == "3 nodes checked beside the job in 20 s: the CPU of node-1 is slower than peers."
+        headline(result) == "3 nodes checked during training in 20 s: the CPU of node-1 is slower than peers."
     )
 
 
 def test_one_rank_whose_cores_others_use_is_named() -> None:
     state = MachineState(cores=8, others_cores=3.0)
     nodes = [checked(0, 0.99, 0.5, state=state), checked(1, 0.99, 0.98), checked(2, 0.99, 0.99)]
-    result = judged_beside(nodes, "node-0")
+    result = judged_during(nodes, "node-0")
     assert named(result) == [("node-0", "rank 1", 1)]
     assert "Processes of no rank kept 3.0 of 8 cores busy." in result.slow[0].why
 
@@ -99,19 +99,19 @@ def test_rank_that_wants_more_than_there_is_is_not_the_machine() -> None:
         checked(1, 0.99),
         checked(2, 0.99),
     ]
-    result = judged_beside(nodes, "node-0")
+    result = judged_during(nodes, "node-0")
     assert result.slow == [] and states(result, "node-0")["ready_time"] == "unsure"
     assert any("nothing on the node says why: its processes may want more" in one for one in result.unsure)
 
 
 def test_what_the_peers_have_as_well_is_no_reason() -> None:
     quota = [checked(number, 0.5 if number == 1 else 0.95, state=QUOTA) for number in range(3)]
-    result = judged_beside(quota, "node-1")
+    result = judged_during(quota, "node-1")
     assert result.slow == [] and states(result, "node-1")["ready_time"] == "unsure"
     assert any("a CPU quota allows 1.2 of 2 cores; it held the check back" in note for note in result.notes)
     busy = MachineState(cores=8, others_cores=3.0)
     others = [checked(number, 0.5 if number == 1 else 0.95, state=busy) for number in range(3)]
-    assert judged_beside(others, "node-1").slow == []
+    assert judged_during(others, "node-1").slow == []
 
 
 def test_trials_that_vary_too_much_say_nothing() -> None:
@@ -119,7 +119,7 @@ def test_trials_that_vary_too_much_say_nothing() -> None:
     rng = np.random.default_rng(0)
     for node in nodes:
         node.measures[0].values[:] = (0.35 * np.exp(rng.normal(0, 0.25, 10))).tolist()
-    result = judged_beside(nodes, "node-1")
+    result = judged_during(nodes, "node-1")
     assert result.slow == [] and states(result, "node-1")["ready_time"] == "unsure"
     assert any(one.startswith("CPU time that the ranks get") for one in result.unsure)
 
@@ -130,7 +130,7 @@ def test_time_that_the_hypervisor_takes_is_named() -> None:
         checked(1, 0.99),
         checked(2, 0.99),
     ]
-    result = judged_beside(nodes, "node-0")
+    result = judged_during(nodes, "node-0")
     assert named(result) == [("node-0", "CPU", None)]
     assert "The hypervisor gave 20 % of its CPU time to other machines." in result.slow[0].why
 
@@ -138,7 +138,7 @@ def test_time_that_the_hypervisor_takes_is_named() -> None:
 def test_slow_core_is_named_only_if_the_job_left_it_idle() -> None:
     def check(others: float) -> CheckResult:
         nodes = [checked(0, 0.99, idle=0.7, others=others), checked(1, 0.99), checked(2, 0.99)]
-        return judged_beside(nodes, "node-0")
+        return judged_during(nodes, "node-0")
 
     assert named(check(0.1)) == [("node-0", "CPU", None)]
     for others in (0.4, 0.8):
@@ -163,7 +163,7 @@ def test_low_clock_of_a_gpu_is_named_only_for_a_reason_that_the_load_does_not_ex
         checked(1, 0.99, clocks=(1980, 1975)),
         checked(2, 0.99, clocks=(1980, 1980)),
     ]
-    result = judged_beside(nodes, "node-0")
+    result = judged_during(nodes, "node-0")
     assert named(result) == ([("node-0", "GPU 0", None)] if slow else [])
     if slow:
         assert "runs at a 24 % lower clock than its 5 peers (1,500 MHz, usual 1,980 MHz" in result.slow[0].why
@@ -173,23 +173,23 @@ def test_low_clock_of_a_gpu_is_named_only_for_a_reason_that_the_load_does_not_ex
 
 
 def test_healthy_nodes_are_alike_and_what_was_not_measured_is_said() -> None:
-    result = judged_beside([checked(number, 0.97, 0.98) for number in range(4)], "node-2")
+    result = judged_during([checked(number, 0.97, 0.98) for number in range(4)], "node-2")
     assert result.slow == [] and set(states(result, "node-2").values()) == {"alike"}
     assert "Memory, disk and network were not measured, because the job uses them." in result.notes
 
 
 def test_nodes_of_one_machine_are_no_peers() -> None:
     one_machine = [checked(number, 0.6 if number else 0.99, host="boot", state=QUOTA) for number in range(3)]
-    result = judged_beside(one_machine, "node-1")
+    result = judged_during(one_machine, "node-1")
     assert {row.node for row in result.levels} == {"node-1"} and result.slow == []
     assert result.unsure == ["There is no other machine that node-1 can be compared with."]
-    with_another = judged_beside([*one_machine, checked(3, 0.99), checked(4, 0.99)], "node-1")
+    with_another = judged_during([*one_machine, checked(3, 0.99), checked(4, 0.99)], "node-1")
     assert named(with_another) == [("node-1", "CPU", 1)]
     assert {row.node for row in with_another.levels} == {"node-1", "node-3", "node-4"}
 
 
 def test_single_node_says_that_there_is_no_peer() -> None:
-    result = judged_beside([checked(0, 0.97, 0.98)], "node-0")
+    result = judged_during([checked(0, 0.97, 0.98)], "node-0")
     assert result.unsure == ["There is no other machine that node-0 can be compared with."]
     assert {row.state for row in result.levels} == {"no peers"}
 
@@ -197,7 +197,7 @@ def test_single_node_says_that_there_is_no_peer() -> None:
 def test_trials_that_are_missing_are_no_measure() -> None:
     nodes = [checked(0, 0.99), checked(1, 0.99)]
     nodes[0].measures[0].values.clear()
-    result = judged_beside(nodes, "node-0")
+    result = judged_during(nodes, "node-0")
     assert states(result, "node-0")["ready_time"] == "unsure"
 
 
@@ -209,14 +209,14 @@ def test_only_checks_of_the_newest_moment_belong_together() -> None:
     assert newest_set([before]) == []
 
 
-def test_check_before_the_job_and_beside_it_are_one_answer() -> None:
+def test_checks_before_and_during_training_are_one_answer() -> None:
     memory = [Measure("host_memory", "memory", "B/s", [2e10 * level] * 10, "EPYC") for level in (1, 1, 0.5)]
     full = judged([Checked(1, f"node-{number}", measures=[one]) for number, one in enumerate(memory)])
-    beside = judged_beside([checked(0, 0.99), checked(1, 0.6, state=QUOTA), checked(2, 0.99)], "node-1")
-    both = together(full, beside)
+    during = judged_during([checked(0, 0.99), checked(1, 0.6, state=QUOTA), checked(2, 0.99)], "node-1")
+    both = together(full, during)
     assert [one[:2] for one in named(both)] == [("node-2", "memory"), ("node-1", "CPU")]
-    assert len(both.levels) == len(full.levels) + len(beside.levels) and both.kind == ""
-    assert together(full, CheckResult()) is full and together(CheckResult(), beside) is beside
+    assert len(both.levels) == len(full.levels) + len(during.levels) and both.kind == ""
+    assert together(full, CheckResult()) is full and together(CheckResult(), during) is during
 
 
 # -- readings of the kernel ------------------------------------------------------------------------
@@ -274,15 +274,15 @@ def test_threads_of_this_process_are_read() -> None:
 def test_straggler_that_lasts_is_confirmed_by_what_the_relays_of_the_nodes_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside_watch, "LASTS_S", 4.0)
+    monkeypatch.setattr(straggler_watch, "LASTS_S", 4.0)
     job = Played(tmp_path, late=5, stage=FORWARD, onset=10, gpus=0)
-    job.aggregator._beside.settings = Settings(confirm=BESIDE)
+    job.aggregator._stragglers.settings = Settings(confirm=DURING)
     for _ in range(16):
         job.play()
     orders = {}
     for node, relay in enumerate(job.relays):
         reply = codec.decode(job.aggregator.ingest(relay.message()), wire.RelayReply)
-        (orders[node],) = [command for command in reply.commands if command.name == BESIDE]
+        (orders[node],) = [command for command in reply.commands if command.name == COMMAND]
         ranks = {
             int(rank): name for rank, _, name in map(_split, str(orders[node].args["processes"]).split())
         }
@@ -299,7 +299,7 @@ def test_straggler_that_lasts_is_confirmed_by_what_the_relays_of_the_nodes_answe
         job.play()
     live = query.ask_one(job.aggregator.query, query.GetVerdict())
     assert live is not None and live.ranks == [5] and live.confirmed
-    assert "Confirmed by a check beside training: Rank 5 of host-1 gets 39 % less" in live.why
+    assert "Confirmed by a check during training: Rank 5 of host-1 gets 39 % less" in live.why
     job.aggregator.commit()
     with SessionFile(tmp_path / "session.sqlite") as file:
         summary = summarize(file, LIMITS)

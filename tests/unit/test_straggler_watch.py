@@ -1,4 +1,4 @@
-"""A straggler that lasts: when its node is checked beside the job, and which nodes with it."""
+"""A straggler that lasts: when its node is checked during training, and which nodes with it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from sessions import SECOND, Clock, identity
 
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.errors import Errors
-from traceml_ray.monitor.beside_watch import (
+from traceml_ray.monitor.live_steps import RunNow
+from traceml_ray.monitor.straggler_watch import (
     AHEAD_S,
     EVERY_S,
     LASTS_S,
     MOST,
     PEERS,
-    BesideWatch,
+    StragglerWatch,
     nodes_to_check,
 )
-from traceml_ray.monitor.live_steps import RunNow
 from traceml_ray.settings import Settings
 from traceml_ray.signals.check.records import CHECKS
 from traceml_ray.signals.nodes.records import NODE
@@ -42,13 +42,13 @@ def verdict(*ranks: int, label: str = "straggler", also: tuple[Verdict, ...] = (
 class Watched:
     """A run whose verdict a test sets."""
 
-    def __init__(self, confirm: str = "beside", nodes: int = WORLD // PER_NODE) -> None:
+    def __init__(self, confirm: str = "during", nodes: int = WORLD // PER_NODE) -> None:
         self.clock, self.errors = Clock(), Errors()
         self.verdict: Verdict | None = None
         self.ranks = {rank: process(rank) for rank in range(PER_NODE * nodes)}
         self.clocks: dict[str, tuple[int, int]] = {}
         self.orders: list[dict[str, wire.Command]] = []
-        self._watch = BesideWatch(Settings(confirm=confirm), self._running, self.clock, self.errors)  # type: ignore[arg-type]
+        self._watch = StragglerWatch(Settings(confirm=confirm), self._running, self.clock, self.errors)  # type: ignore[arg-type]
 
     def _running(self) -> list[RunNow]:
         labels = {rank: f"node-{rank // PER_NODE}" for rank in self.ranks}
@@ -119,7 +119,7 @@ def test_straggler_that_passes_is_not_checked() -> None:
     assert watched.orders == []
 
 
-def test_straggler_beside_another_finding_is_checked() -> None:
+def test_straggler_that_is_not_the_first_finding_is_checked() -> None:
     watched = Watched()
     watched.verdict = verdict(label="imbalance", also=(verdict(5),))
     watched.tick(LASTS_S + 2)
@@ -186,6 +186,6 @@ def test_nodes_that_do_not_answer_are_counted() -> None:
     watched.tick(30)
     assert not watched.errors
     watched.tick(60)
-    assert watched.errors == {"check beside the job: no answer": PEERS}
+    assert watched.errors == {"check during training: no answer": PEERS}
     watched.tick(60)
-    assert watched.errors == {"check beside the job: no answer": PEERS}
+    assert watched.errors == {"check during training: no answer": PEERS}

@@ -1,4 +1,4 @@
-"""Judges a check beside a running job: what can be compared, and what was not measured. Pure."""
+"""Judges a check that was made during training: what can be compared, and what was not measured. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from traceml_ray.signals.check.judge import (
     judged,
     state_notes,
 )
-from traceml_ray.signals.check.records import BESIDE, Checked, MachineState
+from traceml_ray.signals.check.records import DURING, Checked, MachineState
 
 _ALIKE = 0.95
 """Part of the peers' quota from which on a quota is no smaller."""
@@ -28,17 +28,17 @@ _TOGETHER_NS = 10_000_000_000
 
 
 def newest_set(checks: Sequence[Checked]) -> list[Checked]:
-    """Return the checks of the newest moment that were made beside a job."""
-    beside = [check for check in checks if check.kind == BESIDE]
-    if not beside:
+    """Return the checks of the newest moment that were made during training."""
+    made = [check for check in checks if check.kind == DURING]
+    if not made:
         return []
-    newest = max(beside, key=lambda check: check.t_ns)
+    newest = max(made, key=lambda check: check.t_ns)
     return [
-        check for check in beside if newest.t_ns - check.t_ns <= _TOGETHER_NS and check.about == newest.about
+        check for check in made if newest.t_ns - check.t_ns <= _TOGETHER_NS and check.about == newest.about
     ]
 
 
-def judged_beside(checks: Sequence[Checked], node: str | None) -> CheckResult:
+def judged_during(checks: Sequence[Checked], node: str | None) -> CheckResult:
     """
     Return what checks of one moment say.
 
@@ -101,21 +101,21 @@ def _not_measured(checks: Sequence[Checked]) -> Iterator[str]:
     yield "Memory, disk and network were not measured, because the job uses them."
 
 
-def together(full: CheckResult, beside: CheckResult) -> CheckResult:
-    """Return what a check before the job and one beside it say together. Either may be empty."""
-    if not beside.levels and not beside.errors:
+def together(full: CheckResult, during: CheckResult) -> CheckResult:
+    """Return what a check before training and one during training say together. Either may be empty."""
+    if not during.levels and not during.errors:
         return full
     if not full.levels and not full.errors:
-        return beside
-    known = {(tuple(one.nodes), one.part) for one in beside.slow}
-    slow = [*beside.slow, *(one for one in full.slow if (tuple(one.nodes), one.part) not in known)]
+        return during
+    known = {(tuple(one.nodes), one.part) for one in during.slow}
+    slow = [*during.slow, *(one for one in full.slow if (tuple(one.nodes), one.part) not in known)]
     return msgspec.structs.replace(
         full,
         kind="",
         slow=sorted(slow, key=lambda one: -one.lower),
-        levels=in_order([*full.levels, *beside.levels]),
-        unsure=[*full.unsure, *beside.unsure],
-        notes=[*dict.fromkeys([*full.notes, *beside.notes])],
-        errors=[*full.errors, *beside.errors],
-        nodes=max(full.nodes, beside.nodes),
+        levels=in_order([*full.levels, *during.levels]),
+        unsure=[*full.unsure, *during.unsure],
+        notes=[*dict.fromkeys([*full.notes, *during.notes])],
+        errors=[*full.errors, *during.errors],
+        nodes=max(full.nodes, during.nodes),
     )

@@ -1,5 +1,5 @@
 """
-A straggler that is checked while the job runs (`confirm=beside`): three machines, one whose CPU is held back,
+A straggler that is checked while the job runs (`confirm=during`): three machines, one whose CPU is held back,
 or one whose rank sleeps.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from check_rigs import address, first_cpu, network, put, slow_cpu, why_no_cgroups, why_no_links
 
-from traceml_ray.signals.check.records import BESIDE, CHECKS, Checked
+from traceml_ray.signals.check.records import CHECKS, DURING, Checked
 from traceml_ray.store.session_file import SessionFile
 
 HOSTS = 3
@@ -101,7 +101,7 @@ def launch(folder: Path, names: list[str], *arguments: str) -> list[subprocess.P
                     *("nsenter", f"--net=/run/netns/{name}", "unshare", "--uts", "--mount"),
                     *("sh", "-c", inside, str(boot_id), f"host-{number}"),
                     *(sys.executable, "-m", "traceml_ray.launch", *flags, *where),
-                    *("--session", "s", "--confirm", "beside", str(folder / "train.py"), *arguments),
+                    *("--session", "s", "--confirm", "during", str(folder / "train.py"), *arguments),
                 ],
                 env={
                     **kept,
@@ -109,7 +109,7 @@ def launch(folder: Path, names: list[str], *arguments: str) -> list[subprocess.P
                     "OMP_NUM_THREADS": "1",
                     "GLOO_SOCKET_IFNAME": "eth0",
                     "TRACEML_NICE": "0",
-                    "RAY_AUTH_TOKEN": "beside" * 8,
+                    "RAY_AUTH_TOKEN": "during" * 8,
                 },
                 cwd=home,
                 stdout=subprocess.PIPE,
@@ -138,7 +138,7 @@ def over(launched: list[subprocess.Popen[str]], folder: Path) -> tuple[dict[str,
         processes = [process.id for process in file.processes()]
         stored = [record for records in file.records_of(CHECKS, processes).values() for record in records]
     summary: dict[str, Any] = json.loads((session / "summary.json").read_text())
-    assert not {name: count for name, count in errors_of(session).items() if "check beside" in name}
+    assert not {name: count for name, count in errors_of(session).items() if "check during training" in name}
     return summary, stored
 
 
@@ -153,7 +153,7 @@ def errors_of(session: Path) -> dict[str, int]:
 
 def is_complete(stored: list[Checked]) -> None:
     """Check that all hosts were measured once, at the same time."""
-    assert [one.kind for one in stored] == [BESIDE] * HOSTS
+    assert [one.kind for one in stored] == [DURING] * HOSTS
     assert len({one.host for one in stored}) == HOSTS
     assert max(one.t_ns for one in stored) - min(one.t_ns for one in stored) < 1e9
     assert {one.about for one in stored} == {1}
@@ -171,7 +171,7 @@ def test_node_whose_cpu_is_held_back_is_confirmed(hosts: list[str]) -> None:
     verdict = summary["verdict"]
     assert (verdict["label"], verdict["rank"]) == ("straggler", 1), verdict["why"]
     assert verdict["confirmed"] is True, summary["check"]
-    assert "Confirmed by a check beside training: The CPU of host-1 gets" in verdict["why"]
+    assert "Confirmed by a check during training: The CPU of host-1 gets" in verdict["why"]
     assert "The CPU quota of its container allows 0.3 of 2 cores." in verdict["why"]
 
 
@@ -186,5 +186,5 @@ def test_rank_that_sleeps_is_not_confirmed(hosts: list[str]) -> None:
     verdict = summary["verdict"]
     assert (verdict["label"], verdict["rank"]) == ("straggler", 1), verdict["why"]
     assert verdict["confirmed"] is False, summary["check"]
-    assert "Not confirmed by a check beside training: host-1 is as fast as other nodes" in verdict["why"]
+    assert "Not confirmed by a check during training: host-1 is as fast as other nodes" in verdict["why"]
     assert verdict["next"].startswith("Look at what rank 1 does")

@@ -1,5 +1,5 @@
 """
-What a check beside a running job (`confirm=beside`) costs the job: `beside.py [--pairs N]`.
+What a check during training (`confirm=during`) costs the job: `check_cost.py [--pairs N]`.
 
 Two ranks train a small model on the CPU, and wait for each other in each step. Periods with a check on their
 machine and periods without one alternate. The check is the process that a relay starts, with all its trials.
@@ -24,7 +24,7 @@ import msgspec
 from figures import machine
 
 from traceml_ray.monitor.node_check import NodeCheck
-from traceml_ray.signals.check.beside import PERIOD_S, TRIALS, BesidePlan
+from traceml_ray.signals.check.during import PERIOD_S, TRIALS, TrainingCheckPlan
 from traceml_ray.wire.codec import ready
 
 RANKS = 2
@@ -87,7 +87,7 @@ def train(folder: Path, width: int) -> list[subprocess.Popen[bytes]]:
 def check(pids: list[int]) -> None:
     """Make a check, in the process and with the priority with which a relay makes it."""
     made = NodeCheck(lambda _: None, threading.RLock())
-    plan = BesidePlan(time.time_ns() + int(START_S * 1e9), 0, dict(enumerate(pids)))
+    plan = TrainingCheckPlan(time.time_ns() + int(START_S * 1e9), 0, dict(enumerate(pids)))
     output = list[bytes]()
     thread = threading.Thread(target=lambda: output.append(made.in_process(plan, 60.0)))
     thread.start()  # it lowers its own priority
@@ -118,7 +118,7 @@ def measure(pairs: int, width: int) -> Cost:
     steps = [(end, end - before) for before, end in itertools.pairwise(ends)]
     took = [[s for end, s in steps if period.begin < end <= period.end] for period in periods]
     medians, means = [], []
-    for number in range(1, len(periods), 2):  # each beside the mean of its neighbours: what drifts is no cost
+    for number in range(1, len(periods), 2):  # compared with both neighbours: what drifts is no cost
         for values, how in ((medians, statistics.median), (means, statistics.fmean)):
             without = (how(took[number - 1]) + how(took[number + 1])) / 2
             values.append(how(took[number]) / without)
