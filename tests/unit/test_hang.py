@@ -128,6 +128,19 @@ def test_rank_that_receives_from_one_that_waits_elsewhere_is_named_with_it(snaps
     assert named(busy, receives(1, 0), receives(2, 1))[:2] == ("stalled", (0,)), "a slow first stage"
 
 
+def test_rank_that_waits_for_a_receive_is_not_said_to_have_skipped_a_collective() -> None:
+    """Torch records no `irecv` of gloo: only the span of the wait is known."""
+    receiver = place(2, FORWARD, where="exchange (train.py:96)", span="wait", span_s=21.0)
+    others = [place(r, FORWARD, where="average (train.py:31)", call="all_reduce", pending="all_reduce",
+                    pending_s=21.0) for r in (0, 1, 3)]  # fmt: skip
+    verdict = find([receiver, *others], QUIET_S)
+    assert verdict is not None and verdict.ranks == (2,) and "waits in `wait`" in verdict.why
+    assert verdict.next == (
+        "Rank 2 waits for an earlier `isend`, `irecv` or `async_op=True`: look for the rank that did not "
+        "start the other side of it."
+    )
+
+
 def test_rank_waited_for_in_a_barrier_is_busy_and_those_in_it_are_not(snapshot: Snapshot) -> None:
     others = [place(rank, POST_SYNC, span="barrier", span_s=20.0) for rank in (1, 2)]
     saving = place(0, POST_SYNC, span="checkpoint")

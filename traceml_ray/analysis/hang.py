@@ -385,6 +385,12 @@ def _next(blocking: Sequence[RankPosition], answering: Sequence[RankPosition], s
         if is_stopped(blocking[0].state):
             return f"Resume {who} (kill -CONT), and find out what stopped it."
         return f"Look at the machine of {who} (dmesg, disk), and at the process with py-spy."
+    if blocking[0].collective == "wait":  # no collective that torch's recorder knows
+        verb = "wait" if len(blocking) > 1 else "waits"
+        return (
+            f"{who[0].upper()}{who[1:]} {verb} for an earlier `isend`, `irecv` or `async_op=True`: look for "
+            "the rank that did not start the other side of it."
+        )
     if blocking[0].waits:
         return (
             "All ranks have to call the same collectives in the same order: look for the reason why "
