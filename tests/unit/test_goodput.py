@@ -393,6 +393,37 @@ def test_a_hang_that_was_resolved_is_no_waiting(tmp_path: Path) -> None:
     assert "hang" in {one.what for one in answer.timeline}
 
 
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_clock_that_was_set_back_an_hour_between_two_attempts(tmp_path: Path, tells: bool) -> None:
+    """The aggregator's own clock, too. Nodes tell when they were booted, or nothing does."""
+    busy = Lived(tmp_path / "demo")
+    booted, of_rank = [busy.clock() - 86_400 * SECOND], busy.of_rank
+
+    def with_boot(rank: int) -> dict[str, Any]:
+        fields = of_rank(rank)
+        boot = {"booted_ns": booted[0], "boot": rank // 2} if tells else {}
+        return {**fields, "life": [msgspec.structs.replace(life, **boot) for life in fields["life"]]}
+
+    busy.of_rank = with_boot  # type: ignore[method-assign]
+    busy.start()
+    busy.step_on(20)
+    busy.killed()
+    busy.clock.tick(-3600)
+    booted[0] -= 3600 * SECOND
+    busy.again(1, 20)
+    busy.step_on(10)
+    answer = both(busy)
+    gap_s = 8 if tells else 0
+    assert answer.rank_s == 4 * (26 + gap_s + 16)
+    assert answer.seconds["recovery"] == (4 * 8 if tells else None)
+    assert answer.attempts[0].seconds["productive"] == pytest.approx(4 * 19 * 0.8, rel=0.02)
+    assert [one.steps for one in answer.attempts] == [20, 10]
+    assert len(answer.clocks) == 1
+    busy.end()
+    report = (busy.folder / "report.txt").read_text()
+    assert answer.clocks[0][:40] in " ".join(report.split())
+
+
 def test_attempts_that_ended_before_the_monitor_attached_are_recovery(tmp_path: Path) -> None:
     """The launcher starts; two attempts end early. The third one begins 30 s later."""
     busy = Lived(tmp_path / "other")

@@ -26,7 +26,7 @@ from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
 from traceml_ray.agent.span_times import EXACT, JOIN_NS, LONGEST_NS, TimedSpan, TimedSpans
 from traceml_ray.errors import Errors
-from traceml_ray.signals.goodput.agent import LifeReport, born_ns
+from traceml_ray.signals.goodput.agent import LifeReport, ahead_ns, born_ns
 from traceml_ray.signals.goodput.records import Life, LifeInterval
 from traceml_ray.stages import N_STAGES
 
@@ -472,7 +472,11 @@ class Reported:
         self.clock = Clock()
         self.loop = Loop(clock=self.clock)
         self.errors = Errors()
-        self.report = LifeReport(self.loop.recorder, self.errors, wall_ns=lambda: WALL + self.clock.now)
+        self.set_ns = 0
+        self.report = LifeReport(
+            self.loop.recorder, self.errors,
+            wall_ns=lambda: WALL + self.clock.now + self.set_ns, up_ns=lambda: self.clock.now,
+        )  # fmt: skip
         self.intervals: list[LifeInterval] = []
         self.lives: list[Life] = []
 
@@ -537,6 +541,40 @@ def test_a_life_stays_as_long_as_it_is_when_the_wall_clock_is_set_back() -> None
     assert before.attached_ns - after.attached_ns == before.born_ns - after.born_ns == 3600 * SECOND
     assert after.ended_ns == after.t_ns == after.attached_ns + clock.now - began
     assert after.attached_ns < after.last_row_ns <= after.ended_ns
+
+
+def test_a_wall_clock_that_is_set_is_reported_at_once_with_the_boot_that_tells() -> None:
+    rank = Reported()
+    rank.clock.wait(600 * SECOND)
+    rank.collect()
+    rank.checkpoint(SECOND)
+    rank.clock.wait(2 * SECOND)
+    rank.collect()
+    (saved,), count = rank.intervals, len(rank.lives)
+    rank.clock.wait(200_000_000)
+    rank.collect()
+    assert len(rank.lives) == count  # nothing has changed, and it is not due
+    rank.set_ns = -3600 * SECOND
+    rank.clock.wait(200_000_000)
+    rank.collect()
+    life = rank.lives[-1]
+    assert len(rank.lives) == count + 1
+    assert (saved.booted_ns, life.booted_ns) == (WALL, WALL - 3600 * SECOND)
+    assert life.boot is not None and life.boot == rank.lives[0].boot
+
+
+def test_the_difference_of_two_clocks_is_read_again_if_the_thread_had_to_wait() -> None:
+    waits, clock = iter([0, 30 * SECOND, *[0] * 20]), Clock()
+
+    def wall() -> int:
+        clock.wait(next(waits))
+        return WALL + clock.now
+
+    def other() -> int:
+        clock.wait(next(waits))
+        return clock.now
+
+    assert ahead_ns(wall, other) == WALL
 
 
 def test_what_is_going_on_is_known_before_it_is_over() -> None:

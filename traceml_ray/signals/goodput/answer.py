@@ -51,7 +51,10 @@ class AttemptGoodput(msgspec.Struct, frozen=True, kw_only=True):
     to_ns: int
     """When its last process ended, or the newest report (ns since the epoch)."""
     recovery_s: float | None
-    """Time from its end to the start of the next attempt's processes, in s. None: it is the last."""
+    """
+    Time from its end to the start of the next attempt's processes, in s. None: it is the last, or a clock was
+    set in between and it is not known.
+    """
     steps: int
     """Number of its steps, as far as they are known."""
     repeated_from: int | None
@@ -134,6 +137,11 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """
     Why something is not known, or not known in parts, by category; `steps` if nothing is known.
     """
+    clocks: list[str] = []
+    """
+    Sentences about clocks that were set while the run went on. Times are on the clock of the newest attempt;
+    lengths do not depend on it, but for what the sentences say.
+    """
 
     @property
     def rank_hours(self) -> float:
@@ -185,8 +193,33 @@ def goodput(sources: Sources, **known: Any) -> Goodput:
         by_rank=_by_rank(attempts, balances),
         timeline=_timeline(attempts),
         why=why,
+        clocks=[*_clocks(attempts, names)],
         **known,
     )
+
+
+def _clocks(attempts: Sequence[Started], names: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence about each time at which a clock was set."""
+    for place, one in enumerate(attempts):
+        if one.set_during_ns:
+            yield (
+                f"The clock was set {_by(one.set_during_ns)} during attempt {names[place]}. A hang before "
+                "that may count as something else."
+            )
+        if not one.gap_known:
+            yield (
+                f"Attempt {names[place]} ended {text.duration(abs(one.set_ns) / 1e9)} after the next one had "
+                "begun: a clock was set in between. The time between them is not known and counts as 0."
+            )
+        elif one.set_ns:
+            yield (
+                f"The clock was set {_by(one.set_ns)} between attempt {names[place]} and attempt "
+                f"{names[place + 1]}. The time between them is known: nodes that were in both measured it."
+            )
+
+
+def _by(ns: int) -> str:
+    return f"{'back' if ns < 0 else 'forward'} by {text.duration(abs(ns) / 1e9)}"
 
 
 def _reasons(one: Started, sums: Balance) -> dict[str, str]:
@@ -198,6 +231,8 @@ def _reasons(one: Started, sums: Balance) -> dict[str, str]:
         reasons["wasted"] = one.why
     if one.unseen:
         reasons["recovery"] = f"{text.count(one.unseen, 'attempt')} ended before the monitor attached"
+    if not one.gap_known:
+        reasons["recovery"] = "a clock was set before the next attempt"
     return reasons
 
 
@@ -223,7 +258,7 @@ def _attempts(
             ranks=one.attempt.world,
             from_ns=one.attempt.begin_ns,
             to_ns=one.attempt.end_ns,
-            recovery_s=None if one.gap_ns is None else one.gap_ns / 1e9,
+            recovery_s=None if one.gap_ns is None or not one.gap_known else one.gap_ns / 1e9,
             steps=one.steps,
             repeated_from=one.repeated_from,
             repeated_steps=one.repeated_steps,

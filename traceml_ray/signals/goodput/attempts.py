@@ -14,6 +14,7 @@ import numpy as np
 
 from traceml_ray.analysis.step_totals import StepTotals
 from traceml_ray.analysis.window import Int64
+from traceml_ray.signals.goodput.clocks import birth_of, end_of, moved, on_one_clock
 from traceml_ray.signals.goodput.ledger import (
     Attempt,
     Progress,
@@ -35,7 +36,7 @@ from traceml_ray.signals.goodput.pieces import (
     of_parts,
 )
 from traceml_ray.signals.goodput.records import Life
-from traceml_ray.signals.goodput.reported import ASYNC, Intervals, Lives, Totals, piece_of
+from traceml_ray.signals.goodput.reported import ASYNC, SET_NS, Intervals, Lives, Totals, piece_of
 from traceml_ray.stages import DATA as DATA_STAGE
 from traceml_ray.stages import STAGES
 from traceml_ray.store.rank_processes import (
@@ -66,6 +67,13 @@ class Hang(NamedTuple):
     stage: str | None = None
     """Stage that these ranks were in."""
 
+    def moved(self, ns: int) -> Hang:
+        """Return it with a time added."""
+        if not ns:
+            return self
+        ended_ns = None if self.ended_ns is None else self.ended_ns + ns
+        return self._replace(began_ns=self.began_ns + ns, ended_ns=ended_ns)
+
 
 class Started(NamedTuple):
     """An attempt with what people see of it."""
@@ -92,6 +100,12 @@ class Started(NamedTuple):
     """Why it is not known which of its steps were repeated; "": it is known."""
     unseen: int = 0
     """Number of attempts between it and the next one of which nothing was seen, or of it and these."""
+    set_ns: int = 0
+    """By how much the clock was set between it and the next attempt, in ns. 0: it was not."""
+    set_during_ns: int = 0
+    """By how much the clock was set during it, in ns. 0: that was not seen."""
+    gap_known: bool = True
+    """Whether the time until the next attempt is known. If not, it counts as 0."""
 
     @property
     def gap_ns(self) -> int | None:
@@ -134,22 +148,54 @@ def started(sources: Sources) -> list[Started]:
         for generation in generations(sources.processes)
         if any(process.id in lives for process in generation)
     ]
-    begins = [min(_born(process, lives.get(process.id)) for process in generation) for generation in every]
+    clocks = on_one_clock(every, sources.lives, sources.intervals, sources.ended)
+    if clocks is None:
+        return _with_repeated(_in_order(sources, every, [0] * len(every)))
+    by = clocks.of_attempt_ns
+    on_clock = moved(clocks, every, sources.lives, sources.intervals, sources.ended)
+    launched_ns = None if sources.launched_ns is None else sources.launched_ns + by[0]
+    sources = sources._replace(
+        lives=on_clock.lives,
+        intervals=on_clock.intervals,
+        ended=on_clock.killed_ns,
+        launched_ns=launched_ns,
+    )
+    built = _in_order(sources, on_clock.generations, by)
+    first = len(built) - len(every)  # attempts that were not seen come before
+    for place, next_by in enumerate([*by[1:], by[-1]]):
+        built[first + place] = built[first + place]._replace(
+            set_ns=by[place] - next_by if abs(by[place] - next_by) > SET_NS else 0,
+            set_during_ns=clocks.set_during_ns[place],
+            gap_known=clocks.gap_known[place],
+        )
+    return _with_repeated(built)
+
+
+def _in_order(
+    sources: Sources, every: Sequence[Sequence[RankProcess]], moved_ns: Sequence[int]
+) -> list[Started]:
+    """
+    Return the attempts of `every` generation in their order, with those before that were not seen.
+    `moved_ns`: time by which what the aggregator saw of each attempt is moved.
+    """
+    lives, hangs = sources.lives.by_process, sources.hangs
+    begins = [min(birth_of(process, lives.get(process.id)) for process in generation) for generation in every]
     built: list[Started] = []
     for index, generation in enumerate(every):
         begin = max([begins[index], *(one.attempt.begin_ns for one in built[-1:])])
-        until = begins[index + 1] if index + 1 < len(every) else None
-        built.append(_started(sources, generation, begin, until))
+        until = max(begin, begins[index + 1]) if index + 1 < len(every) else None
+        of_it = [hang.moved(moved_ns[index]) for hang in hangs]
+        built.append(_started(sources._replace(hangs=of_it), generation, begin, until))
+        end = built[-1].attempt.end_ns
+        hangs = [hang for hang, one in zip(hangs, of_it, strict=True) if not begin <= one.began_ns < end]
     if built and sources.launched_ns is not None:
         built = [*_unseen(sources.launched_ns, built[0]), *built]
     following = [*(one.attempt.begin_ns for one in built[1:]), None][: len(built)]
     numbers = [*(one.number for one in built[1:]), None][: len(built)]
-    return _with_repeated(
-        [
-            one._replace(next_ns=next_ns, unseen=_between(one, number))
-            for one, next_ns, number in zip(built, following, numbers, strict=True)
-        ]
-    )
+    return [
+        one._replace(next_ns=next_ns, unseen=_between(one, number))
+        for one, next_ns, number in zip(built, following, numbers, strict=True)
+    ]
 
 
 def _between(one: Started, following: int | None) -> int:
@@ -188,18 +234,9 @@ def _unseen(launched_ns: int, first: Started) -> list[Started]:
     return [Started(attempt, 0, None, np.zeros((0, 3), np.int64), {}, 0, progress)]
 
 
-def _born(process: RankProcess, life: Life | None) -> int:
-    return process.first_seen_ns if life is None else life.born_ns or life.attached_ns
-
-
 def _ended(sources: Sources, process: RankProcess) -> int:
     """Return when a process ended, or was last seen."""
-    life = sources.lives.by_process.get(process.id)
-    if life is not None and life.ended_ns is not None:
-        return life.ended_ns
-    if process.id in sources.ended:
-        return sources.ended[process.id]
-    return max(process.last_seen_ns, life.t_ns if life is not None else 0)
+    return end_of(process, sources.lives.by_process.get(process.id), sources.ended)
 
 
 def _started(sources: Sources, generation: Sequence[RankProcess], begin: int, until: int | None) -> Started:
@@ -258,8 +295,8 @@ def _before(
         first.setdefault(process.rank, process.id)
     lives = sources.lives.by_process
     replaced = np.array([first[rank] != process.id for rank, process in of_rank.items()], np.bool_)
-    born = [_born(process, lives.get(process.id)) for process in of_rank.values()]
-    before = np.maximum(np.array(born, np.int64) - begin, 0)
+    started_ns = [birth_of(process, lives.get(process.id)) for process in of_rank.values()]
+    before = np.maximum(np.array(started_ns, np.int64) - begin, 0)
     return np.where(replaced | (before > _LATE_NS), before, 0), replaced
 
 

@@ -43,6 +43,8 @@ class LifeInterval(Part, frozen=True):
     holds all steps below. Of one that is loaded: the number of steps that it says it has, 0 if it says none.
     None: not known.
     """
+    booted_ns: Int64 | None = None
+    """When the node was booted, see `Life`."""
 
 
 class OpenInterval(Part, frozen=True):
@@ -95,6 +97,13 @@ class Life(Part, frozen=True):
     open: Annotated[list[OpenInterval], FEW] = []
     first_data_ns: Count | None = None
     """Part of the first row in which it waited for data, at its begin."""
+    booted_ns: Int64 | None = None
+    """
+    When the node was booted, by its wall clock when this was written. If that clock is set, this moves with
+    it: the clock since the boot is not set.
+    """
+    boot: Count | None = None
+    """Number of that boot, by chance. Records of one boot are comparable by `booted_ns`."""
 
     def open_intervals(self, sent: Iterable[int] = (), until_ns: int = 0) -> list[LifeInterval]:
         """
@@ -111,6 +120,7 @@ class Life(Part, frozen=True):
                 one.busy_ns + (later_ns if one.ended_ago_ns is None else 0),
                 one.count,
                 one.step,
+                self.booted_ns,
             )
             for one in self.open
             if one.number not in known
@@ -123,7 +133,7 @@ LIFECYCLE = Kind(
     "intervals of checkpoints and evaluations",
     table="lifecycle",
     exported="lifecycle",
-    node_times=("began_ns", "ended_ns"),
+    node_times=("began_ns", "ended_ns", "booted_ns"),
 )
 LIFE = Kind(
     "life",
@@ -132,6 +142,9 @@ LIFE = Kind(
     table="life",
     exported="life",
     keep=1,
-    node_times=("t_ns", "attached_ns", "born_ns", "first_step_ns", "first_row_ns", "last_row_ns", "ended_ns"),
+    node_times=(
+        *("t_ns", "attached_ns", "born_ns", "first_step_ns", "first_row_ns", "last_row_ns", "ended_ns"),
+        "booted_ns",
+    ),
     bundle="all",
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from traceml_ray.analysis.window import Int64
 from traceml_ray.signals.goodput.pieces import EVALUATION, OTHER, RESTORE, SAVE, Piece, of_parts
@@ -17,6 +19,8 @@ _CATEGORIES = {
     "pause": OTHER,
 }
 ASYNC = "checkpoint_save_async"
+SET_NS = 1_000_000_000
+"""Change of a wall clock from which on it was set. Less is an error of measurement, or a slow correction."""
 _CHECKPOINTS = 32
 """Number of newest checkpoints of a process whose steps are kept."""
 
@@ -61,11 +65,20 @@ class Intervals:
         self.checkpoints: dict[int, Checkpoints] = {}
         self.numbers: dict[int, set[int]] = {}
         """Numbers of the intervals, by process."""
+        self._booted: dict[int, list[tuple[int, int]]] = {}
+        """
+        When the node was booted, as intervals say it, by process: (number of pieces before, ns), with another
+        entry where the clock was set.
+        """
         self._parts: dict[int, tuple[object, Int64]] = {}
 
     def add(self, process: int, record: LifeInterval) -> None:
         """Add the next record of a rank process."""
         self.numbers.setdefault(process, set()).add(record.number)
+        if record.booted_ns is not None:
+            known_boots = self._booted.setdefault(process, [])
+            if not known_boots or abs(known_boots[-1][1] - record.booted_ns) > SET_NS:
+                known_boots.append((len(self.pieces.get(process, ())), record.booted_ns))
         if record.what == ASYNC:
             self.async_ns[process] = self.async_ns.get(process, 0) + record.busy_ns
             newest = self.newest_async.get(process)
@@ -85,6 +98,51 @@ class Intervals:
             self.checkpoints[process] = known._replace(
                 saved=True, saved_step=step, saved_steps=steps, joined=joined
             )
+
+    def set_ns(self, process: int, booted_ns: int) -> int:
+        """
+        Return by how much the clock of a process's node was set between its intervals and a record that says
+        `booted_ns`: the largest difference, in ns. 0: it was not.
+        """
+        apart = (booted_ns - booted for _, booted in self._booted.get(process, ()))
+        largest = max(apart, key=abs, default=0)
+        return largest if abs(largest) > SET_NS else 0
+
+    def moved(self, booted_ns: Mapping[int, int], shift_ns: Mapping[int, int]) -> Intervals:
+        """
+        Return the intervals on one clock.
+
+        Args:
+            booted_ns: when the node of a process was booted, on that clock, by process.
+            shift_ns: time to add to the times of a process, if its intervals do not say when it was booted.
+        """
+        on_clock = Intervals()
+        on_clock.__dict__.update(self.__dict__)
+        on_clock.pieces, on_clock.checkpoints = dict(self.pieces), dict(self.checkpoints)
+        on_clock.newest_async = dict(self.newest_async)
+        for process in {*self._booted, *shift_ns}:
+            by = self._shifts(process, booted_ns.get(process), shift_ns.get(process, 0))
+            pieces = self.pieces.get(process)
+            if pieces and any(shift for _, shift in by):
+                on_clock.pieces[process] = _shifted(pieces, by)
+            known = self.checkpoints.get(process)
+            if known is not None and known.restored_ns is not None:
+                on_clock.checkpoints[process] = known._replace(restored_ns=known.restored_ns + by[0][1])
+            newest = self.newest_async.get(process)
+            if newest is not None:
+                began, ended = newest.began_ns + by[-1][1], newest.ended_ns + by[-1][1]
+                on_clock.newest_async[process] = msgspec.structs.replace(
+                    newest, began_ns=began, ended_ns=ended
+                )
+        return on_clock
+
+    def _shifts(self, process: int, booted_ns: int | None, shift_ns: int) -> list[tuple[int, int]]:
+        """Return the time to add to the pieces of a process, in ns: (number of pieces before, ns)."""
+        known = self._booted.get(process, ())
+        if booted_ns is None or not known:
+            return [(0, shift_ns)]
+        apart = [(before, booted_ns - booted) for before, booted in known]
+        return [(before, shift if abs(shift) > SET_NS else 0) for before, shift in apart]
 
     def waited_for(self, process: int, life: Life, last_ns: int) -> list[Piece]:
         """
@@ -108,6 +166,18 @@ class Intervals:
 def _newest(steps: frozenset[int], step: int) -> frozenset[int]:
     """Return steps of checkpoints with another one, without the oldest if there are too many."""
     return frozenset(sorted({*steps, step})[-_CHECKPOINTS:])
+
+
+def _shifted(pieces: Sequence[Piece], by: Sequence[tuple[int, int]]) -> list[Piece]:
+    """Return pieces with a time added. `by`: the time for the pieces from each number on."""
+    shifted = list[Piece]()
+    ends = [*(before for before, _ in by[1:]), len(pieces)]
+    for (_, shift), end in zip(by, ends, strict=True):
+        shifted += [
+            piece._replace(began_ns=piece.began_ns + shift, ended_ns=piece.ended_ns + shift)
+            for piece in pieces[len(shifted) : end]
+        ]
+    return shifted
 
 
 def piece_of(one: LifeInterval) -> Piece:

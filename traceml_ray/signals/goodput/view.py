@@ -261,6 +261,7 @@ def sections(answer: Goodput) -> list[Section]:
         ("", _beside(answer)),
         *(("", f"{WORDS[name][0]}: {why}") for name, why in answer.why.items()),
         ("", _twice(answer)),
+        *(("", sentence) for sentence in answer.clocks),
     )
     strips = Strips("Where the time went", [_bar(answer), *_timeline(answer)])
     tables = [_table(answer), _attempts(answer.attempts if len(answer.attempts) > 1 else [])]
