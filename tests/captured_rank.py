@@ -48,7 +48,7 @@ class Rank:
         self.captures.tick()
         now = self.captures._now
         if now is not None and now._packing is not None:
-            now._packing.join(60.0)
+            now._packing.join(240)
             now.finish_export()
         status = self.captures.status
         assert status is not None

@@ -98,4 +98,4 @@ def make_certificates(folder: Path) -> None:
         ["x509", "-req", "-in", "server.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial",
          "-extfile", "names", "-out", "server.crt"],
     ):  # fmt: skip
-        subprocess.run(["openssl", *command], cwd=folder, check=True, capture_output=True, timeout=60)
+        subprocess.run(["openssl", *command], cwd=folder, check=True, capture_output=True, timeout=240)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import linecache
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,11 +36,22 @@ def thread(work: Callable[[threading.Event], None]) -> Iterator[int]:
         yield worker.ident
     finally:
         over.set()
-        worker.join(60)
+        worker.join(240)
 
 
 def wait(over: threading.Event) -> None:
-    over.wait(60)
+    over.wait(240)
+
+
+def until_it_waits(ident: int) -> None:
+    """Return once a thread is in its wait: the line that it is in does not go on before."""
+    while True:
+        frame = sys._current_frames()[ident]
+        if frame.f_code is threading.Condition.wait.__code__:
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            if "waiter.acquire(True, timeout)" in line:
+                return
+        time.sleep(0.001)
 
 
 def looks(activity: Activity, clock: Ticks, owner: int, count: int, opened_s: float) -> None:
@@ -53,15 +66,19 @@ def test_thread_that_waits_is_still_since_it_entered_its_stage() -> None:
     activity = Activity(clock)
     assert activity.still_s is None
     with thread(wait) as owner:
-        time.sleep(0.1)  # it is in its wait
+        until_it_waits(owner)
         looks(activity, clock, owner, 20, 0.0)
     assert activity.still_s == pytest.approx(10.0)
 
 
 def test_thread_that_works_is_not_still() -> None:
+    rounds = 0
+
     def work(over: threading.Event) -> None:
+        nonlocal rounds
         while not over.is_set():
             sorted(range(1000), key=str)
+            rounds += 1
 
     clock = Ticks()
     activity = Activity(clock)
@@ -70,7 +87,9 @@ def test_thread_that_works_is_not_still() -> None:
             looks(activity, clock, owner, 1, 20.0)
             if activity.still_s == 0.0:
                 break
-            time.sleep(0.01)
+            before = rounds
+            while rounds == before:
+                time.sleep(0.001)
     assert activity.still_s == 0.0
 
 
@@ -103,12 +122,11 @@ def test_thread_that_computes_without_python_is_not_still() -> None:
 
     activity = Activity()
     with thread(hash_bytes) as owner:
-        for _ in range(200):
-            activity.look(owner, int(20e9))
-            if (activity.still_s or 20.0) < 10.0:
-                break
+        end = time.monotonic() + 240  # a thread that waits for a core is only seen to do so once it has one
+        while (activity.still_s or 20.0) >= 10.0:
+            assert time.monotonic() < end
             time.sleep(0.02)
-    assert (activity.still_s or 20.0) < 10.0
+            activity.look(owner, int(20e9))
 
 
 @pytest.mark.parametrize(
@@ -144,12 +162,12 @@ def test_work_with_pauses_of_a_second_is_seen_over_some_looks() -> None:
 def test_thread_that_is_paused_in_a_debugger_is_not_still(function: str, still_s: float) -> None:
     """What runs in a debugger has it in its stack all the time."""
     space: dict[str, Any] = {}
-    code = f"def {function}(over):\n    over.wait(60)\n"
+    code = f"def {function}(over):\n    over.wait(240)\n"
     exec(compile(code, "/usr/lib/python3.11/pdb.py", "exec"), space)
     clock = Ticks()
     activity = Activity(clock)
     with thread(space[function]) as owner:
-        time.sleep(0.1)  # it is in its wait
+        until_it_waits(owner)
         looks(activity, clock, owner, 4, 20.0)
     assert activity.still_s == pytest.approx(still_s)
 

@@ -189,7 +189,7 @@ def test_short_run_publishes_its_table(command: str, table: str, tmp_path: Path)
     """Those that start no processes; the others publish by the same calls."""
     out = tmp_path / "out.json"
     asked = results.Benchmark("", command).arguments()
-    subprocess.run(asked, cwd=ROOT, env={**os.environ, figures.FILE: str(out)}, check=True, timeout=120)
+    subprocess.run(asked, cwd=ROOT, env={**os.environ, figures.FILE: str(out)}, check=True, timeout=240)
     tables: dict[str, Any] = {}
     page.update(tables, command, out.read_text().splitlines())
     assert [*tables] == [table] and tables[table]["rows"] and table in page.stored()

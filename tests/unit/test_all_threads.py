@@ -126,13 +126,13 @@ def test_call_that_was_recorded_and_still_runs_keeps_the_next_capture_off(rank: 
 
     def wait_here() -> None:
         running.set()
-        go_on.wait(20)
+        go_on.wait(240)
 
     wait_here.__module__, wait_here.__qualname__ = __name__, "wait_here"
     rank.ask(first_step=5)
     assert rank.status.state == "recording"
     called = rpc.rpc_async("worker0", wait_here)
-    assert running.wait(20)
+    assert running.wait(240)
     rank.ask(first_step=5, over=1)
     _settle(rank)
     rank.ask(first_step=5, number=2)

@@ -98,14 +98,14 @@ class Session:
     def turn(self, turns: int = 1000, until: Callable[[], object] = lambda: False) -> None:
         for _ in range(turns):
             wait_s = self.sender.tick()
-            assert self.aggregator._profiling._files.wait(60.0)
+            assert self.aggregator._profiling._files.wait(240)
             if wait_s is None or until():
                 return
             self.clock.tick(wait_s)
 
     def restart_aggregator(self) -> None:
         """It is killed: nothing of it goes on."""
-        assert self.aggregator._profiling._files.wait(60.0)
+        assert self.aggregator._profiling._files.wait(240)
         self.aggregator._writer.close()
         self.aggregator = aggregation(self.folder, self.clock)
         self.way.attach(self.aggregator)
@@ -114,7 +114,7 @@ class Session:
     def over(self) -> Profile:
         """Return what became of the profile."""
         self.aggregator.judge()
-        assert self.aggregator._profiling._files.wait(60.0)
+        assert self.aggregator._profiling._files.wait(240)
         (stored,) = profiles.profiles_of(self.folder)
         return stored.profile
 
@@ -177,7 +177,7 @@ def test_aggregator_that_is_killed_half_way_goes_on_where_it_was(session: Sessio
 
 def test_profile_under_way_when_its_aggregator_was_killed_ends_with_a_reason(session: Session) -> None:
     session.aggregator.judge()
-    assert session.aggregator._profiling._files.wait(60.0)
+    assert session.aggregator._profiling._files.wait(240)
     session.restart_aggregator()
     session.aggregator.finish(wire.Finish(codec.VERSION, 0))
     assert session.failed() == "the session ended before its trace had arrived"
@@ -342,7 +342,7 @@ def test_calls_hold_no_lock_of_rows(session: Session) -> None:
 
     with session.aggregator._writer.lock:
         threading.Thread(target=send, daemon=True).start()
-        assert done.wait(60.0)
+        assert done.wait(240)
     assert session.kept() == TRACE
 
 
@@ -353,7 +353,7 @@ def test_file_of_a_rank_that_hangs_holds_up_neither_relay_nor_its_end(
 
     def waits(folder: str, size: int) -> int:
         opening.set()
-        hangs.wait(60.0)
+        hangs.wait(240)
         return open_trace(folder, size)
 
     monkeypatch.setattr(bulk, "open_trace", waits)
@@ -370,7 +370,7 @@ def test_file_of_a_rank_that_hangs_holds_up_neither_relay_nor_its_end(
     capture = wire.Capture("p", 1, "sending", "", len(TRACE), folder=str(trace))
     try:
         relay.accept(rank.batch(10, capture=capture))
-        assert opening.wait(60.0)
+        assert opening.wait(240)
         for _ in range(3):
             relay.accept(rank.batch(10, capture=capture))
             for _ in range(5):
@@ -411,7 +411,7 @@ def test_thread_sends_by_itself_and_ends(session: Session) -> None:
     session.sender.offer(session.rank.process_id, capture)
     for thread in threading.enumerate():
         if thread.name == "traceml-bulk":
-            thread.join(60.0)
+            thread.join(240)
             assert not thread.is_alive()
     assert session.kept() == TRACE
 
@@ -427,7 +427,7 @@ def test_reply_of_nobody_knows_whom_is_refused(session: Session) -> None:
 def test_profile_of_a_process_that_is_not_known_any_more_is_failed(tmp_path: Path) -> None:
     session = Session(tmp_path)
     session.aggregator.judge()
-    assert session.aggregator._profiling._files.wait(60.0)
+    assert session.aggregator._profiling._files.wait(240)
     now = profiles.under_way(session.folder)
     assert now is not None
     now.ranks.append(RankProfile(1, "armed", process=99))

@@ -399,7 +399,7 @@ def test_agent_goes_on_while_a_large_trace_is_compressed(rank: Rank, monkeypatch
     goes_on, pack = threading.Event(), TraceFile.pack
 
     def waits(file: TraceFile) -> None:
-        goes_on.wait(60.0)
+        goes_on.wait(240)
         pack(file)
 
     monkeypatch.setattr(TraceFile, "pack", waits)
@@ -421,7 +421,7 @@ def test_rows_count_again_after_a_trace_that_could_not_be_compressed(
     goes_on = threading.Event()
 
     def full(_: TraceFile) -> None:
-        goes_on.wait(60.0)
+        goes_on.wait(240)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(TraceFile, "pack", full)
@@ -438,4 +438,5 @@ def test_rows_count_again_after_a_trace_that_could_not_be_compressed(
     rank.train(4)
     assert rank.recorder.replay(60.0)
     assert rank.recorder.steps.rows.step not in rank.recorder.steps.rows.slowed
+    goes_on.set()
     goes_on.set()

@@ -50,12 +50,12 @@ class Job:
 
     def turn(self, seconds: float = 1.0, runs: bool = True) -> None:
         self.now += seconds
-        assert self.files.wait(60.0)
+        assert self.files.wait(240)
         labels = {process.id: "node-1" for process in self.ranks.values()}
         verdict = Verdict(label="healthy", mean_step_ms=1e3 * self.step_s)
         run = RunNow("run", "name", self.ranks, labels, {"node": (5, 2)}, verdict, self.step_s)
         self.over = self.captures.tick([run] if runs else []) or self.over
-        assert self.files.wait(60.0)
+        assert self.files.wait(240)
 
     @property
     def command(self) -> Mapping[str, Any]:
@@ -87,7 +87,7 @@ class Job:
         number = number or args["number"]
         part = TracePart(codec.VERSION, who, args["id"], number, len(TRACE), offset, data, failure)
         reply = self.captures.accept_part(part)
-        assert self.files.wait(60.0)
+        assert self.files.wait(240)
         return reply.offset
 
     def capture(self, *ranks: int) -> None:

@@ -49,6 +49,8 @@ class Hosts:
     busy: list[str] = field(default_factory=list)
     together: set[frozenset[str]] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    meet: dict[str, threading.Barrier] = field(default_factory=dict)
+    """Where the first measurement of a host waits for that of another one."""
 
     @contextmanager
     def measuring(self, host: str, times: int = 1) -> Iterator[None]:
@@ -56,6 +58,9 @@ class Hosts:
             assert self.busy.count(host) < times, f"{host} measures itself and another node"
             self.busy.append(host)
             self.together.add(frozenset(self.busy))
+            meeting = self.meet.pop(host, None)
+        if meeting is not None:
+            meeting.wait()
         yield
         time.sleep(0.002)
         with self.lock:
@@ -123,6 +128,7 @@ def test_each_node_makes_all_trials_and_all_pairs_exchange() -> None:
 
 def test_nodes_on_one_host_take_turns_and_hosts_do_not_wait_for_each_other() -> None:
     nodes = played("a", "a", "a", "b")
+    nodes[0].hosts.meet = dict.fromkeys("ab", threading.Barrier(2, timeout=240))
     Coordinator(nodes, Plan()).run()
     assert frozenset("ab") in nodes[0].hosts.together  # and PlayedNode asserts the turns
 

@@ -80,6 +80,8 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conclusion, "judge_pairs", lambda *_: ([], [], []))
     monkeypatch.setattr(PlayedProcess, "number", 0)
     monkeypatch.setattr(PlayedProcess, "silent", -1)
+    for limit in ("_HELLO_S", "_SPARE_S"):  # the threads of a test may get no core for long
+        monkeypatch.setattr(check_process, limit, 240.0)
 
 
 def check_of(count: int, **more: Any) -> list[CheckReply]:
@@ -88,14 +90,14 @@ def check_of(count: int, **more: Any) -> list[CheckReply]:
     replies: dict[int, CheckReply] = {}
 
     def take_part(rank: int) -> None:
-        request = CheckRequest(0, Plan(seconds=0.1), count, rank == 0, "127.0.0.1", port, 20.0, **more)
+        request = CheckRequest(0, Plan(seconds=0.1), count, rank == 0, "127.0.0.1", port, 240.0, **more)
         replies[rank] = check_process.check(request)
 
     threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     return [replies[rank] for rank in sorted(replies)]
 
 
@@ -135,25 +137,33 @@ def test_node_that_may_join_later_does_not_wait_for_a_check_of_the_first_one() -
 
 
 def test_first_node_that_does_not_come_is_an_error() -> None:
-    request = CheckRequest(0, Plan(), 2, False, "127.0.0.1", free_port(), 0.1)
-    assert "nothing answers at 127.0.0.1" in check_process.check(request).error
+    with socket.socket() as taken:  # it does not listen, and nobody else can
+        taken.bind(("127.0.0.1", 0))
+        request = CheckRequest(0, Plan(), 2, False, "127.0.0.1", taken.getsockname()[1], 0.1)
+        assert "nothing answers at 127.0.0.1" in check_process.check(request).error
+
+
+def connected(port: int) -> socket.socket:
+    """Connect to the first node once it listens."""
+    end = time.monotonic() + 240
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), 240)
+        except OSError:
+            assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_stranger_at_the_port_is_no_node() -> None:
     port, replies = free_port(), list[CheckReply]()
-    request = CheckRequest(0, Plan(seconds=0.1), 2, True, "127.0.0.1", port, 20.0)
+    request = CheckRequest(0, Plan(seconds=0.1), 2, True, "127.0.0.1", port, 240.0)
     first = threading.Thread(target=lambda: replies.append(check_process.check(request)))
     first.start()
-    for _ in range(100):
-        try:
-            stranger = socket.create_connection(("127.0.0.1", port), 1)
-            break
-        except OSError:
-            time.sleep(0.05)
+    stranger = connected(port)
     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
     assert stranger.recv(1) == b""
     other = check_process.check(msgspec.structs.replace(request, first=False))
-    first.join(60)
+    first.join(240)
     assert [len(reply.checks) for reply in (*replies, other)] == [1, 1]
     stranger.close()
 

@@ -368,11 +368,11 @@ def test_agent_goes_on_while_a_mark_blocks_with_the_lock() -> None:
     def mark() -> None:
         with loop.recorder._lock:
             held.set()
-            over.wait(60)
+            over.wait(240)
 
     thread = threading.Thread(target=mark)
     thread.start()
-    held.wait(60)
+    held.wait(240)
     assert loop.recorder.first_event() == 0
     loop.use.resolve(0)
     assert not loop.recorder.stop_device_clock()

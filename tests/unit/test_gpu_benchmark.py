@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -77,25 +80,42 @@ def test_anything_less_confirms_nothing(
 def test_section_that_hangs_is_ended_with_what_it_started(
     gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    script = tmp_path / "hangs.py"
+    script, begun = tmp_path / "hangs.py", tmp_path / "begun"
     script.write_text(
-        "import subprocess, time\n"
+        "import pathlib, subprocess, time\n"
         'print(\'["begun", "yes | no", ""]\', flush=True)\n'
-        f"subprocess.Popen(['sh', '-c', 'sleep 3; touch {tmp_path}/lives'])\n"
-        "time.sleep(60)\n"
+        "started = subprocess.Popen(['sleep', '600'])\n"
+        f"pathlib.Path('{tmp_path}/pid').write_text(str(started.pid))\n"
+        f"pathlib.Path('{tmp_path}/pid').rename('{begun}')\n"
+        "time.sleep(600)\n"
     )
+
+    class Hanging(subprocess.Popen[str]):
+        """The time is over once the script has begun, however long it waits for a core."""
+
+        def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
+            if timeout is None:
+                return super().communicate(input)
+            end = time.monotonic() + 240
+            while not begun.exists():
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    stand_in = SimpleNamespace(**{**vars(subprocess), "Popen": Hanging})
+    monkeypatch.setattr(gpu, "subprocess", stand_in)
     monkeypatch.setattr(gpu, "__file__", str(script))
     kept, failed = gpu.run("cost", 1.0, False)
     assert kept == ("cost", "begun", "yes / no", "")
     assert failed.value.startswith("FAILED (-9): not over after 1 s")
-    threading.Event().wait(2.5)
-    assert not (tmp_path / "lives").exists()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(begun.read_text())).wait(240)
 
 
 def test_sections_run_in_turn_and_those_without_clocks_together(
     gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    together = threading.Barrier(3, timeout=10)
+    together = threading.Barrier(3, timeout=240)
     seen: list[str] = []
 
     def run(section: str, limit_s: float, played: bool) -> list[Any]:

@@ -240,6 +240,6 @@ def test_thread_reads_and_ends(tmp_path: Path) -> None:
     assert drained(files) == {"r": 1}
     files.close()
     assert files._polling.thread is not None
-    files._polling.thread.join(60)
+    files._polling.thread.join(240)
     assert not files._polling.thread.is_alive()
     rank.end()

@@ -109,11 +109,11 @@ def posting(server: StatusServer, **environ: str) -> Iterator[Kubeflow]:
     sink = opened(None, Settings(kubeflow=True), {**server.environ(), **environ})  # type: ignore[arg-type]
     sink._sender._every_s = 0.0
     yield sink
-    sink.close(time.monotonic() + 30)
+    sink.close(time.monotonic() + 240)
 
 
 def ended(sink: Kubeflow) -> SinkState:
-    sink.close(time.monotonic() + 30)
+    sink.close(time.monotonic() + 240)
     return sink.state()
 
 
@@ -121,7 +121,7 @@ def test_a_post_has_the_token_of_its_moment(server: StatusServer, reports: list[
     with posting(server) as sink:
         sink.offer(reports[0])
         sink.offer(with_steps(reports[1], 600, 13.2))
-        assert server.answered.acquire(timeout=30)
+        assert server.answered.acquire(timeout=240)
         server.token = "second-token"
         server.token_file.write_text(server.token)
         sink.offer(with_steps(reports[2], 150))
@@ -138,7 +138,7 @@ def test_a_refusal_is_counted_and_the_next_post_is_tried(
     server.answers.append(answer)
     with posting(server) as sink:
         sink.offer(reports[1])
-        assert server.answered.acquire(timeout=30)
+        assert server.answered.acquire(timeout=240)
         sink.offer(reports[1])
     state = ended(sink)
     assert (state.sent, state.failed, len(server.posts)) == (1, 1, 1)
@@ -236,7 +236,7 @@ def test_a_session_posts_its_progress(
     (kind,) = wanted(Settings(kubeflow=True))
     sink = opened_kind(kind, session, Settings(kubeflow=True))
     Reporter(session, [sink], 4).tick()
-    sink.close(time.monotonic() + 30)
+    sink.close(time.monotonic() + 240)
     (post,) = server.posts
     assert metrics_of(post["trainerStatus"])["step"] == "149"
     played.aggregator.close()

@@ -260,7 +260,7 @@ def test_feeding_comes_before_all_readers_that_wait() -> None:
     def read(name: str) -> None:
         with steps.lock.reading():
             begun.set()
-            go_on.wait(60)
+            go_on.wait(240)
             order.append(name)
 
     def feed() -> None:
@@ -273,14 +273,14 @@ def test_feeding_comes_before_all_readers_that_wait() -> None:
         return thread
 
     threads = [start(read, "under way")]
-    assert begun.wait(60)
+    assert begun.wait(240)
     threads += [start(read, "waits") for _ in range(4)]
     threads.append(start(feed))
     while not steps.lock._feeders:
         time.sleep(0.001)
     go_on.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     assert order == ["under way", "fed", *4 * ["waits"]]
 
 

@@ -183,12 +183,13 @@ def test_machine_without_nvml_has_the_allocator_alone(monkeypatch: pytest.Monkey
 
 def test_driver_that_hangs_holds_nothing_up_and_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samplers, "WAIT_S", 0.01)
-    go, asked = threading.Event(), []
+    go, begun, asked = threading.Event(), threading.Event(), []
 
     class Hanging:
         def nvmlInit(self) -> None:  # noqa: N802
             asked.append(1)
-            go.wait(30)
+            begun.set()
+            go.wait(240)
             raise RuntimeError("at last")
 
     cuda = FakeCuda()
@@ -197,11 +198,11 @@ def test_driver_that_hangs_holds_nothing_up_and_is_asked_once(monkeypatch: pytes
     for _ in range(3):
         assert one(memory.sample(1, 1)).allocated_bytes == 0
         assert "has not answered" in memory.missing["memory: nvml"]
-    assert asked == [1]
+    assert begun.wait(240) and asked == [1]
     go.set()
-    monkeypatch.setattr(samplers, "WAIT_S", 20.0)
+    monkeypatch.setattr(samplers, "WAIT_S", 240.0)
     with driver._changed:
-        assert driver._changed.wait_for(driver._idle, 20)
+        assert driver._changed.wait_for(driver._idle, 240)
     memory.sample(1, 1)
     assert asked == [1, 1]
 

@@ -233,12 +233,12 @@ def test_start_that_waits_for_the_disk_does_not_hold_up_the_end(tmp_path: Path) 
 
     def show(*_: str) -> None:
         waits.set()
-        answers.wait(60)
+        answers.wait(240)
 
     request = HelperRequest(0, "", ActorConfig("s", Settings()), 1)
     start = BringUp(None, request, {}, tmp_path, 0, show)
     start.begin()
-    assert waits.wait(60)
+    assert waits.wait(240)
     start.end()
     answers.set()  # the disk answers after all: nothing is started any more
     start.close()
@@ -263,4 +263,4 @@ def test_process_that_waits_for_a_core_is_not_taken_for_one_whose_disk_hangs(
         monkeypatch.setattr(psutil.Process, "status", lambda _self: psutil.STATUS_RUNNING)
         assert offline._progress(process.pid) is None
     finally:
-        process.communicate(timeout=60)
+        process.communicate(timeout=240)

@@ -41,7 +41,7 @@ class Made:
         rest = self.check.handle(commands)
         for thread in threading.enumerate():
             if thread.name == "traceml-check-node":
-                thread.join(20)
+                thread.join(240)
         return rest
 
 

@@ -90,7 +90,7 @@ def shown(pages: SessionPages, path: str, search: str = "") -> str:
 
 def wait_for(pages: SessionPages, info: ProfileInfo, until: threading.Event) -> Breakdown:
     assert pages.breakdowns.get(info) is None or until.wait(0)
-    assert until.wait(60)
+    assert until.wait(240)
     breakdown = pages.breakdowns.get(info)
     assert isinstance(breakdown, Breakdown), breakdown
     return breakdown
@@ -126,7 +126,7 @@ def test_page_of_a_profile_is_made_meanwhile_and_kept_beside_it(played: Played) 
     pages.breakdowns._renew = lambda: (renew(), ready.set())
     path = f"/profile/{profile.id}"
     assert "being read" in shown(pages, path)
-    assert ready.wait(60) and not pages.errors
+    assert ready.wait(240) and not pages.errors
     text = shown(pages, path)
     assert "8 calls more) than the median of ranks 1 and 2" in text
     assert "rank-5.json.gz" in text and "it has not answered within 15 s" in text
@@ -162,7 +162,7 @@ def test_traces_on_another_node_are_fetched_in_pieces(
     errors = Errors()
     made = Breakdowns(played.source, errors, done.set)
     results.append(made.get(away))
-    assert results == [None] and done.wait(60)
+    assert results == [None] and done.wait(240)
     assert made.get(away) == f"profile {profile.id} has been removed" and errors.total() == 1
 
 

@@ -68,6 +68,14 @@ def make(pipe: Pipe, spool: str | None = None, **options: object) -> RankAgent:
     return RankAgent(Settings(session="s", **options), pipe, spool=spool)  # type: ignore[arg-type]
 
 
+def end(agent: RankAgent, events: list[wire.Event] | None = None) -> None:
+    """Run the thread to its end: `close` alone waits a second at most, in which it may get no core."""
+    agent.start()
+    agent.close(events)
+    assert agent._thread is not None
+    agent._thread.join(240)
+
+
 def push(agent: RankAgent, count: int) -> None:
     for _ in range(count):
         agent.ring.push(agent.ring.accepted << SEGMENT_BITS, 0, [1, 2, 3, 4, 5, 6])
@@ -258,8 +266,7 @@ def test_end_leaves_in_the_spool_what_a_relay_took_and_nobody_has_stored(tmp_pat
     push(agent, 3)
     agent.tick()
     pipe.confirm(agent, 3, settled=1)  # no disk is waited for, and the relay may be ended before
-    agent.start()
-    agent.close()
+    end(agent)
     (left,) = tmp_path.glob("*.spool")
     batches = [codec.decode(data, wire.RankBatch) for data in read_spool(left)]
     assert [(b.seq, len(b.flags), b.final) for b in batches] == [(2, 3, False), (3, 0, True)]
@@ -291,8 +298,7 @@ def test_end_leaves_batches_that_no_relay_took_in_the_spool(tmp_path: Path) -> N
     push(agent, 5)
     agent.tick()
     push(agent, 2)
-    agent.start()
-    agent.close([wire.Event("exit", 1)])
+    end(agent, [wire.Event("exit", 1)])
     (left,) = tmp_path.glob("*.spool")
     batches = [codec.decode(data, wire.RankBatch) for data in read_spool(left)]
     assert [b.seq for b in batches] == [1, 2], "what was taken but not confirmed is there, too"
@@ -330,8 +336,7 @@ def test_copy_without_a_relay_is_bounded_and_ends_with_the_process(tmp_path: Pat
         agent.tick()
     (early,) = tmp_path.glob("*.spool")
     assert 1 << 15 < early.stat().st_size < 1 << 16
-    agent.start()
-    agent.close()
+    end(agent)
     assert [path.name for path in tmp_path.iterdir()] == [f"{agent.process_id}.spool"]
 
 
@@ -342,8 +347,7 @@ def test_confirmed_end_leaves_no_spool(tmp_path: Path) -> None:
     pipe.confirm(agent, 1)
     agent.tick()
     pipe.confirm(agent, 2)
-    agent.start()
-    agent.close()
+    end(agent)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -372,7 +376,7 @@ def test_stack_request_is_answered_once_though_repeated(monkeypatch: pytest.Monk
         pipe.answers.append(dump(agent, asked))
         thread = threading.Thread(target=agent.tick)
         thread.start()
-        thread.join(30)
+        thread.join(240)
     events = [event for batch in pipe.batches() for event in batch.events]
     assert [(e.kind, e.data["dump"]) for e in events] == [("stacks", "h1"), ("stacks", "h2")]
     assert "test_rank_agent.py" in str(events[0].data["where"])
@@ -389,7 +393,7 @@ def test_position_request_is_answered_in_short_with_the_collectives(monkeypatch:
         pipe.answers.append(dump(agent, "h1?0", what="where"))
         thread = threading.Thread(target=agent.tick)
         thread.start()
-        thread.join(30)
+        thread.join(240)
     (batch,) = [batch for batch in pipe.batches() if batch.events]
     (event,) = batch.events
     assert (event.kind, event.message) == ("standing", "")
@@ -478,7 +482,7 @@ def test_marks_that_cannot_be_read_are_reported(monkeypatch: pytest.MonkeyPatch)
     with agent.recorder._lock:
         thread = threading.Thread(target=agent.tick)
         thread.start()
-        thread.join(30)
+        thread.join(240)
     assert pipe.batches()[-1].errors["marks: not read, a thread holds the recorder"] == 1
 
 

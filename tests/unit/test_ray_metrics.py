@@ -129,7 +129,7 @@ def tick(played: Played, session: SessionPoll) -> None:
     session.poll()
     sink = RayMetrics(played.source.reply, every_s=0.0)
     Reporter(session, [sink], 64).report()
-    sink.close(time.monotonic() + 30)
+    sink.close(time.monotonic() + 240)
     assert (sink.state().failed, sink.state().error) == (0, "")
 
 
@@ -162,7 +162,7 @@ def test_an_aggregator_outside_of_ray_says_so(played: Played) -> None:
     session = session_of(played)
     sink = opened(kind, session, Settings())
     Reporter(session, [sink], 4).tick()
-    sink.close(time.monotonic() + 30)
+    sink.close(time.monotonic() + 240)
     assert (sink.state().failed, sink.state().sent) == (1, 0)
 
 
@@ -172,13 +172,13 @@ def test_the_series_end_when_the_process_of_the_sinks_does(played: Played) -> No
     process = SinkProcess(
         played.folder, settings, played.aggregator.query, Errors(), ended=lambda: ended.append(True)
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not query.ask_one(played.source.reply, query.GetStatus()).sinks:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert not ended
     process.end()
-    process.join(30)
+    process.join(240)
     assert ended
 
 

@@ -389,7 +389,7 @@ class Aggregator:
 def reporter(monkeypatch: pytest.MonkeyPatch, aggregator: Aggregator | None) -> train_callback.RunReporter:
     monkeypatch.setattr(train_callback, "find_aggregator", lambda _: aggregator)
     monkeypatch.setattr(train_callback.ray, "get", lambda ref, **_: ref)
-    patience = 30 if aggregator else 0.3
+    patience = 240 if aggregator else 0.3
     for name in ("STARTING_S", "ANSWER_S", "WORD_S"):
         monkeypatch.setattr(train_callback, name, patience)
     for name in ("RETRY_S", "ASK_S"):
@@ -434,6 +434,8 @@ def test_end_without_an_aggregator_reports_that_nothing_is_written(
     made = reporter(monkeypatch, None)
     made.report(None, *events)
     assert not made.end("finished")
+    made._thread.join(240)  # it would report to the aggregator of the next test
+    assert not made._thread.is_alive()
 
 
 def test_run_whose_files_cannot_be_written_does_not_end_well(

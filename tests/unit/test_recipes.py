@@ -493,7 +493,7 @@ def test_ray_on_one_node_has_no_workers(slurm, train):
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while not path.exists():
         assert time.monotonic() < deadline, path
         time.sleep(0.02)

@@ -649,7 +649,7 @@ def test_other_thread_does_not_mark_until_the_trainer_is_silent() -> None:
     def run() -> None:
         thread = threading.Thread(target=elsewhere)
         thread.start()
-        thread.join(10)
+        thread.join(240)
 
     run()
     assert results == [False, False]
@@ -1031,7 +1031,7 @@ def test_deferred_mark_of_another_thread_does_not_count() -> None:
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
-    thread.join(10)
+    thread.join(240)
     loop.door.shut = False
     loop.forward(4)
     loop.backward(5, 6)
@@ -1047,7 +1047,7 @@ def test_marks_are_logged_by_the_training_thread_only() -> None:
     results: list[bool] = []
     thread = threading.Thread(target=lambda: results.append(loop.recorder.write(FORWARD_BEGIN)))
     thread.start()
-    thread.join(10)
+    thread.join(240)
     loop.recorder.backward_begin()
     results.append(loop.recorder.write(FORWARD_BEGIN))
     assert results == [False, False]

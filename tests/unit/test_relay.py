@@ -242,16 +242,15 @@ class Bench:
 
     def until(self, done: Callable[[], bool]) -> None:
         """Turn, with real waiting for real processes, until `done`."""
-        for _ in range(400):
-            if done():
-                return
+        end = time.monotonic() + 240
+        while not done():
+            assert time.monotonic() < end, "it never happened"
             self.relay.poll(0.05)
             self.tick()
-        raise AssertionError("it never happened")
 
     def connect(self) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.settimeout(10)
+        sock.settimeout(240)
         sock.connect(str(self.path))
         return sock
 
@@ -452,7 +451,7 @@ def test_relay_that_sends_seldom_is_flushed_at_once(bench: Bench) -> None:
     bench.relay.accept(rank_batch("a", 1))
     bench.relay.start()
     time.sleep(0.1)  # it waits for packets
-    assert bench.relay.flush(10)
+    assert bench.relay.flush(240)
 
 
 @pytest.mark.parametrize("ahead_s", [5, -5])
@@ -739,7 +738,7 @@ def test_ended_rank_that_left_a_copy_of_what_the_relay_has_is_not_sent_again(ben
     run_rank(bench, batches)
     run_rank(bench, [rank_batch("b", 0)])
     bench.until(lambda: bool(bench.aggregator.lost()))
-    thread, answers = flush(bench, 20)
+    thread, answers = flush(bench, 240)
     bench.until(lambda: not thread.is_alive())
     assert answers == [True] and not list(bench.spool.iterdir())
     assert bench.aggregator.forwarded("a") == bench.aggregator.seqs("a") == [0, 1]
@@ -1082,7 +1081,7 @@ def flush(bench: Bench, timeout_s: float) -> tuple[threading.Thread, list[bool]]
 def test_flush_returns_when_all_is_stored_including_the_spool(bench: Bench) -> None:
     bench.relay.accept(rank_batch("a", 0))
     write_spool(bench.spool / "b.spool", [rank_batch("b", 0), rank_batch("b", 1, final=True)])
-    thread, answers = flush(bench, 20)
+    thread, answers = flush(bench, 240)
     bench.until(lambda: not thread.is_alive())
     assert answers == [True]
     assert (bench.aggregator.seqs("a"), bench.aggregator.seqs("b")) == ([0], [0, 1])

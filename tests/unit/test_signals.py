@@ -52,9 +52,9 @@ def test_signal_of_the_group_that_comes_late_is_not_forwarded_and_the_next_one_i
     with pytest.raises(queue.Empty):
         command.heard.get(timeout=1)
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert command.heard.get(timeout=10) == signal.SIGUSR1
+    assert command.heard.get(timeout=240) == signal.SIGUSR1
     os.kill(os.getpid(), signal.SIGUSR2)
-    assert command.heard.get(timeout=10) == signal.SIGUSR2
+    assert command.heard.get(timeout=240) == signal.SIGUSR2
 
 
 def test_second_signal_does_not_cut_the_end_of_the_launcher_short_but_ctrl_c_does() -> None:
@@ -86,7 +86,7 @@ def test_signal_that_python_does_not_handle_before_the_command_ends_is_forwarded
         signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
 
     threading.Thread(target=send).start()
-    ending = threading.Timer(60, command.kill)
+    ending = threading.Timer(240, command.kill)
     ending.start()
     code = command.wait()
     ending.cancel()

@@ -185,7 +185,7 @@ def test_missing_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
     stuck = threading.Event()
 
     def late(_: LiveSource, request: bytes) -> bytes:
-        stuck.wait(10)
+        stuck.wait(240)
         return query.encode([{"items": [], "cursor": len(query.decode(request, QUESTIONS)[0])}])
 
     monkeypatch.setattr(LiveSource, "_query", late)
@@ -194,7 +194,7 @@ def test_missing_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(SourceError, match="not answer"):
             query.ask(source.reply, [query.GetStatus()])
     stuck.set()
-    monkeypatch.setattr(sources, "ATTACH_S", 10.0)
+    monkeypatch.setattr(sources, "ATTACH_S", 240.0)
     for _ in range(100):  # the answers to those questions are nobody's
         try:
             assert query.ask(source.reply, [query.GetEvents()]) == [query.Page([], 1)]

@@ -26,18 +26,18 @@ def stuck(
     """A thread named `trainer` that is stuck in `wait()` of `code`, the file `path`; its ident."""
     inside, release = threading.Event(), threading.Event()
     space: dict[str, Any] = {"here": inside.set, "release": release.wait}
-    exec(compile("def wait():\n    here()\n    release(30)", "<string>", "exec"), space)
+    exec(compile("def wait():\n    here()\n    release(240)", "<string>", "exec"), space)
     exec(compile(library, f"{where}/torch/distributed/distributed_c10d.py", "exec"), space)
     exec(compile(code, path, "exec"), space)
     thread = threading.Thread(target=space["main"], name="trainer", daemon=True)
     thread.start()
     try:
-        assert inside.wait(30)
+        assert inside.wait(240)
         assert thread.ident is not None
         yield thread.ident
     finally:
         release.set()
-        thread.join(30)
+        thread.join(240)
 
 
 def test_training_thread_comes_first_with_its_position() -> None:
@@ -73,15 +73,15 @@ def nested(*files: str) -> Iterator[int]:
         exec(compile(part, path, "exec"), space)
     inside, release = threading.Event(), threading.Event()
     space.update(here=inside.set, release=release.wait)
-    exec(compile(f"def f{len(files)}():\n    here()\n    release(30)", "<string>", "exec"), space)
+    exec(compile(f"def f{len(files)}():\n    here()\n    release(240)", "<string>", "exec"), space)
     thread = threading.Thread(target=space["f0"], daemon=True)
     thread.start()
     try:
-        assert inside.wait(30) and thread.ident is not None
+        assert inside.wait(240) and thread.ident is not None
         yield thread.ident
     finally:
         release.set()
-        thread.join(30)
+        thread.join(240)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ from traceml_ray.wire import messages as wire
 class Node: pass
 
 for _ in range(8):
-    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 for allocations in range(1, 120):  # a collection at each place where one can begin
     gc.disable()
     gc.collect()

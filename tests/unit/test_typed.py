@@ -37,7 +37,7 @@ first.join()
 
 
 def test_a_class_is_not_decoded_to_while_another_thread_describes_it() -> None:
-    done = subprocess.run([sys.executable, "-c", _TWO_THREADS], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", _TWO_THREADS], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout.strip()) == (0, "Outer(inner=Inner(x=1))"), done.stderr
 
 
