@@ -6,7 +6,9 @@ import struct
 import sys
 import threading
 import time
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +30,7 @@ from traceml_ray.agent.span_times import EXACT, JOIN_NS, LONGEST_NS, TimedSpan, 
 from traceml_ray.errors import Errors
 from traceml_ray.signals.goodput.agent import LifeReport, ahead_ns, born_ns
 from traceml_ray.signals.goodput.records import Life, LifeInterval
+from traceml_ray.signals.goodput.reported import Intervals
 from traceml_ray.stages import N_STAGES
 
 SECOND = 1_000_000_000
@@ -319,6 +322,56 @@ def test_async_save_blocks_shortly_and_goes_on_beside(
     made.instrumentation.remove()
 
 
+class Upload(Future[None]):
+    """It is done 10 ms after somebody waits for it."""
+
+    def result(self, timeout: float | None = None) -> None:
+        if not self.done():
+            time.sleep(0.01)
+            self.set_result(None)
+        return super().result(timeout)
+
+
+@dataclass
+class Response:
+    """What newer versions of torch return."""
+
+    staging_completion: Future[None]
+    upload_completion: Future[None]
+
+
+@pytest.mark.parametrize("awaited", ["upload_completion", "staging_completion", ""])
+def test_a_wait_for_an_async_save_in_the_loop_is_timed_until_it_is_done(
+    monkeypatch: pytest.MonkeyPatch, awaited: str
+) -> None:
+    returned = Response(Upload(), Upload()) if awaited else Upload()
+    monkeypatch.setattr(dcp, "async_save", lambda *_args, **_kwargs: returned)
+    made = Bench()
+    future = getattr(dcp.async_save({}), awaited) if awaited else dcp.async_save({})
+    assert "result" in vars(future)
+    assert future.result() is None and future.result(1) is None
+    (waited,) = made.spans()["checkpoint wait"]
+    assert (waited.count, waited.over) == (1, True) and waited.busy >= 10_000_000
+    assert not {"result", "exception"} & vars(future).keys()  # it is as torch made it
+    made.instrumentation.remove()
+
+
+def test_a_wait_for_an_async_save_that_fails_or_takes_too_long_raises_as_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    upload: Future[None] = Future()
+    monkeypatch.setattr(dcp, "async_save", lambda *_args, **_kwargs: upload)
+    made = Bench()
+    with pytest.raises((TimeoutError, futures.TimeoutError)):
+        dcp.async_save({}).result(timeout=0.001)
+    assert [span.count for span in made.spans()["checkpoint wait"]] == [1]
+    upload.set_exception(OSError("disk full"))
+    with pytest.raises(OSError, match="disk full"):
+        upload.result()
+    assert isinstance(upload.exception(), OSError)
+    made.instrumentation.remove()
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_real_async_save_and_load_of_distributed_checkpoint(bench: Bench, tmp_path: Path) -> None:
     if not hasattr(dcp, "async_save"):
@@ -541,6 +594,31 @@ def test_a_life_stays_as_long_as_it_is_when_the_wall_clock_is_set_back() -> None
     assert before.attached_ns - after.attached_ns == before.born_ns - after.born_ns == 3600 * SECOND
     assert after.ended_ns == after.t_ns == after.attached_ns + clock.now - began
     assert after.attached_ns < after.last_row_ns <= after.ended_ns
+
+
+def test_a_wait_for_a_checkpoint_says_nothing_about_what_is_in_it() -> None:
+    """It was begun after 1 step, and the wait for it comes after 3."""
+    rank = Reported()
+    for name, steps in (("checkpoint", 1), ("checkpoint wait", 2)):
+        for _ in range(steps):
+            rank.loop.step()
+        number = rank.loop.recorder.sums.number(name)
+        assert number is not None
+        rank.loop.recorder.span_begin(number)
+        rank.clock.wait(3 * SECOND)
+        rank.loop.recorder.span_end(number)
+    rank.loop.recorder.replay()
+    rank.clock.wait(2 * SECOND)
+    rank.collect()
+    assert [(one.what, one.step) for one in rank.intervals] == [
+        ("checkpoint_save", 1),
+        ("checkpoint_save", None),
+    ]
+    known = Intervals()
+    for one in rank.intervals:
+        known.add(0, one)
+    assert known.checkpoints[0].saved_step == 1
+    assert sum(piece.busy_ns for piece in known.pieces[0]) == 6 * SECOND
 
 
 def test_a_wall_clock_that_is_set_is_reported_at_once_with_the_boot_that_tells() -> None:

@@ -29,10 +29,15 @@ _MAX_IN_GROUPS = 128
 _Key = tuple[str, int, bool, str | None]
 MAX_NAME_CHARS = 64
 EVALUATION_SPAN, CHECKPOINT_SPAN, RESTORE_SPAN = "evaluation", "checkpoint", "checkpoint load"
-_KNOWN = (EVALUATION_SPAN, "optimizer", "fetch", "collate", "workers", CHECKPOINT_SPAN, RESTORE_SPAN)
-EVALUATION, OPTIMIZER, FETCH, COLLATE, WORKERS, CHECKPOINT, RESTORE = range(len(_KNOWN))
+CHECKPOINT_WAIT_SPAN = "checkpoint wait"
+"""The training thread waits for a checkpoint that is written beside it."""
+_KNOWN = (
+    *(EVALUATION_SPAN, "optimizer", "fetch", "collate", "workers"),
+    *(CHECKPOINT_SPAN, RESTORE_SPAN, CHECKPOINT_WAIT_SPAN),
+)
+EVALUATION, OPTIMIZER, FETCH, COLLATE, WORKERS, CHECKPOINT, RESTORE, CHECKPOINT_WAIT = range(len(_KNOWN))
 """Numbers of the spans that are derived from the marks of a step, and of checkpoints."""
-TIMED = frozenset({EVALUATION, CHECKPOINT, RESTORE})
+TIMED = frozenset({EVALUATION, CHECKPOINT, RESTORE, CHECKPOINT_WAIT})
 """Spans whose begin and end are kept, see `span_times`."""
 
 

@@ -3,15 +3,17 @@ Times checkpoints: `torch.save` and `torch.load`, `torch.distributed.checkpoint`
 frameworks that write or read a checkpoint without these.
 
 What blocks the training thread is a span inside the stage that calls it. What runs beside it
-(`async_save`, or `torch.save` in another thread) has its begin and end recorded.
+(`async_save`, or `torch.save` in another thread) has its begin and end recorded. A wait of the training
+thread for what `async_save` returned is a span, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
-from traceml_ray.agent.marks import CHECKPOINT_SPAN, EVALUATION_SPAN, RESTORE_SPAN
+from traceml_ray.agent.marks import CHECKPOINT_SPAN, CHECKPOINT_WAIT_SPAN, EVALUATION_SPAN, RESTORE_SPAN
 from traceml_ray.agent.patch.patcher import Make, Patcher
 from traceml_ray.agent.recorder import Recorder, Spans
 
@@ -59,6 +61,8 @@ _STEPS = (
     *("iterations", "current_step", "train_step", "completed_steps"),
 )
 """Names under which a checkpoint says the number of its steps. The first one counts."""
+_WAITS = "result", "exception"
+"""Methods of a future that wait for it."""
 _LOOK_AT, _DEPTH = 64, 2
 """Largest number of entries of a loaded mapping that are looked at, and how deep."""
 
@@ -167,6 +171,7 @@ def _goes_on(spans: Spans, recorder: Recorder, failed: Callable[[str, BaseExcept
                 if span is not None:
                     spans.end(span)
                     _when_done(saved, lambda: recorder.end_beside(running), failed)
+                    _watch(saved, spans, failed)
 
         return async_save
 
@@ -183,6 +188,40 @@ def _when_done(saved: Any, end: Callable[[], object], failed: Callable[[str, Bas
             end()
     except Exception as error:
         failed("checkpoint", error)
+
+
+def _watch(saved: Any, spans: Spans, failed: Callable[[str, BaseException], None]) -> None:
+    """
+    Time waits for the futures in what `async_save` returned, until they are done. Only these objects are
+    changed, and no longer than that.
+    """
+    try:
+        for future in (getattr(saved, name, saved) for name in ("upload_completion", "staging_completion")):
+            if isinstance(future, Future) and not future.done() and "result" not in vars(future):
+                for name in _WAITS:
+                    setattr(future, name, _waiting(getattr(future, name), future.done, spans))
+                future.add_done_callback(_unwatch)
+    except Exception as error:
+        failed("checkpoint", error)
+
+
+def _waiting(original: Callable[..., Any], done: Callable[[], bool], spans: Spans) -> Callable[..., Any]:
+    """Return a method of a future that waits, timed as a span unless it is done."""
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        span = None if done() else spans.begin(CHECKPOINT_WAIT_SPAN)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if span is not None:
+                spans.end(span)
+
+    return wait
+
+
+def _unwatch(future: Future[Any]) -> None:
+    for name in _WAITS:
+        vars(future).pop(name, None)
 
 
 def _loads(recorder: Recorder, failed: Callable[[str, BaseException], None]) -> Make:

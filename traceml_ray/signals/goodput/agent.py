@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from traceml_ray.agent.marks import CHECKPOINT_SPAN, EVALUATION_SPAN, RESTORE_SPAN
+from traceml_ray.agent.marks import CHECKPOINT_SPAN, CHECKPOINT_WAIT_SPAN, EVALUATION_SPAN, RESTORE_SPAN
 from traceml_ray.agent.patch.checkpoint import BESIDE
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.span_times import TimedNow, TimedSpan
@@ -18,6 +18,7 @@ from traceml_ray.signals.goodput.records import Life, LifeInterval, OpenInterval
 
 _WHAT: dict[str, What] = {
     CHECKPOINT_SPAN: "checkpoint_save",
+    CHECKPOINT_WAIT_SPAN: "checkpoint_save",
     RESTORE_SPAN: "checkpoint_restore",
     BESIDE: "checkpoint_save_async",
     EVALUATION_SPAN: "evaluation",
@@ -149,7 +150,7 @@ class LifeReport(Collector):
                 span.ended + wall,
                 span.busy,
                 span.count,
-                span.step,
+                _step_of(span),
                 booted,
             )
             for span in times.over
@@ -204,5 +205,10 @@ class LifeReport(Collector):
 def _pending(span: TimedSpan, now: int) -> OpenInterval:
     ended_ago = now - span.ended if span.over else None
     return OpenInterval(
-        span.number, _WHAT[span.name], now - span.began, ended_ago, span.busy, span.count, span.step
+        span.number, _WHAT[span.name], now - span.began, ended_ago, span.busy, span.count, _step_of(span)
     )
+
+
+def _step_of(span: TimedSpan) -> int | None:
+    """Return the step that a span is about. What a wait is for was begun in an earlier step."""
+    return None if span.name == CHECKPOINT_WAIT_SPAN else span.step

@@ -94,7 +94,7 @@ class Intervals:
         elif record.what in ("checkpoint_save", ASYNC):
             step = known.saved_step if record.step is None else max(record.step, known.saved_step or 0)
             steps = known.saved_steps if record.step is None else _newest(known.saved_steps, record.step)
-            joined = known.joined or record.count > 1
+            joined = known.joined or (record.count > 1 and record.step is not None)
             self.checkpoints[process] = known._replace(
                 saved=True, saved_step=step, saved_steps=steps, joined=joined
             )
