@@ -27,8 +27,12 @@ def slow(**more: Any) -> Slow:
     return Slow(**{**given, "value": 7.0, "usual": 10.0, "unit": "FLOP/s", "peers": 3, **more})
 
 
+XEON, EPYC = {"like": "Xeon, 8 cores"}, {"like": "EPYC, 8 cores"}
+
+
 def level(node: str, probe: str = "cpu_matmul", state: Any = "alike", **more: Any) -> Level:
-    return Level(node=node, subject="CPU", probe=probe, unit="FLOP/s", value=1.0, state=state, **more)
+    usual = {"subject": "CPU", "unit": "FLOP/s", "value": 1.0}
+    return Level(node=node, probe=probe, state=state, **{**usual, **more})
 
 
 ALIKE = CheckResult(levels=[level("node-0"), level("node-1"), level("node-1", "host_memory")])
@@ -148,3 +152,41 @@ def test_other_causes_are_confirmed_too() -> None:
     answer = confirmed(verdict, CheckResult(slow=[slow(**SLOW)], levels=ALIKE.levels, ranks=RANKS))
     assert (answer.label, answer.confirmed, answer.why) == ("imbalance", None, verdict.why)
     assert [one.confirmed for one in answer.also] == [True, False]
+
+
+@pytest.mark.parametrize("state", ["alike", "no peers"])
+def test_node_that_is_as_fast_as_those_of_its_older_model_is_not_as_fast_as_others(state: Any) -> None:
+    """In a mixed cluster all ranks on old machines are late, and these are as fast as each other."""
+    levels = [
+        level("node-0", value=2.0, **EPYC),
+        level("node-1", state=state, value=1.0, **XEON),
+        level("node-2", state=state, value=1.0, **XEON),
+    ]
+    answer = confirmed(straggler(2, 3), CheckResult(levels=levels, kind="during"))
+    assert answer.confirmed is None
+    assert answer.why == (
+        "It is late. A check during training can compare nodes only with equal ones: node-1 has Xeon, "
+        "8 cores, and node-0 EPYC, 8 cores. The former multiplies 50 % slower."
+    )
+    assert answer.next.startswith("Train on nodes with the same hardware")
+
+
+def test_node_of_a_faster_model_is_as_fast_as_those_of_its_model() -> None:
+    levels = [level("node-0", **EPYC), level("node-1", value=2.0, **XEON), level("node-2", value=2.0, **XEON)]
+    assert confirmed(straggler(2, 3), CheckResult(levels=levels)).confirmed is False
+
+
+def test_clocks_of_other_models_of_gpu_are_not_compared() -> None:
+    gpus = [
+        level(node, "gpu_clock", device=0, like=like)
+        for node, like in (("node-0", "H100"), ("node-1", "A100"), ("node-2", "A100"))
+    ]
+    answer = confirmed(straggler(2, 3), CheckResult(levels=gpus))
+    assert answer.confirmed is None and "node-1 has A100, and node-0 H100." in answer.why
+
+
+def test_slow_part_of_a_node_of_another_model_is_the_reason() -> None:
+    levels = [level("node-0", value=2.0, **EPYC), level("node-2", **XEON)]
+    levels.append(level("node-1", state="slow", **XEON))
+    answer = confirmed(straggler(2, 3), CheckResult(slow=[slow(**SLOW)], levels=levels, ranks=RANKS))
+    assert answer.confirmed is True and "can compare" not in answer.why

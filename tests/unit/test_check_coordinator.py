@@ -102,7 +102,7 @@ class PlayedNode:
             return TaskReply(port=1234)
         if isinstance(task, Exchange):
             with self.hosts.measuring(self.host, 2):  # both nodes of a pair may be on one host
-                return TaskReply(measures=(Measure("all_reduce", "link", "B/s", [1.0]),))
+                return TaskReply(measures=(Measure("all_reduce", "link", "B/s", [1.0], "gloo"),))
         return TaskReply()
 
 
@@ -170,6 +170,24 @@ def test_exchange_that_ends_the_processes_of_a_pair_leaves_its_nodes_in_the_chec
     outcome = Coordinator(nodes, Plan()).run()
     assert outcome.silent == {} and not outcome.rounds[0][0, 1] and outcome.rounds[0][2, 3]
     assert {node.name for node in nodes} == {check.node for check in outcome.checks}
+
+
+@pytest.mark.parametrize(
+    ("machines", "like"),
+    [
+        (({"cpu": "Xeon"}, {"cpu": "EPYC"}), "gloo: EPYC – Xeon"),
+        (({"gpu": "H100", "gpus": 8}, {"gpu": "A100", "gpus": 8}), "gloo: A100 – H100"),
+        (({"gpu": "H100", "gpus": 8, "cpu": "Xeon"}, {"cpu": "EPYC"}), "gloo: EPYC – Xeon"),
+    ],
+)
+def test_pairs_are_compared_with_pairs_of_the_same_models(
+    machines: Sequence[dict[str, Any]], like: str
+) -> None:
+    nodes = played("a", "b")
+    for node, machine in zip(nodes, machines, strict=True):
+        node.machine = machine
+    (measured,) = Coordinator(nodes, Plan(disturb=True)).run().rounds
+    assert [measure.like for measure in measured[0, 1]] == [like]
 
 
 def test_failed_exchange_is_a_pair_without_measures_and_says_why() -> None:

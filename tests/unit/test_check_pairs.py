@@ -34,17 +34,20 @@ class Network:
         noise: float = 0.03,
         seed: int = 0,
         broken: Sequence[Pair] = (),
+        models: Sequence[str] = (),
     ) -> None:
-        self.nodes, self.slow, self.broken = nodes, slow or {}, broken
+        self.nodes, self.slow, self.broken, self._models = nodes, slow or {}, broken, models
         self._noise, self._rng = noise, np.random.default_rng(seed)
 
     def exchange(self, pair: Pair) -> list[Measure]:
         if pair in self.broken:
             return []
         speed = min([1.0, *(self.slow.get(part, 1.0) for part in (*pair, pair))])
+        models = sorted(self._models[node] for node in pair) if self._models else []
+        speed *= 0.5 if "old" in models else 1.0
         factors = np.exp(self._rng.normal(0, self._noise, (len(OPERATIONS), TRIALS)))
         return [
-            Measure(name, "link", "B/s", (1e9 * speed * row).tolist(), "gloo")
+            Measure(name, "link", "B/s", (1e9 * speed * row).tolist(), f"gloo: {models}")
             for name, row in zip(OPERATIONS, factors, strict=True)
         ]
 
@@ -114,6 +117,24 @@ def test_healthy_nodes_name_nothing(nodes: int, seed: int, noise: float) -> None
     network = Network(nodes, noise=noise, seed=seed)
     assert len(network.rounds()) <= MOST_ROUNDS
     assert network.judged()[0] == []
+
+
+@given(seed=st.integers(0, 9_999), data=st.data(), nodes=st.integers(3, 24))
+def test_nodes_of_an_older_model_are_not_named(nodes: int, seed: int, data: st.DataObject) -> None:
+    models = data.draw(st.lists(st.sampled_from(["old", "new"]), min_size=nodes, max_size=nodes))
+    assert Network(nodes, models=models, seed=seed).judged()[0] == []
+
+
+@given(seed=st.integers(0, 9_999), node=st.integers(0, 15))
+def test_slow_node_among_two_models_is_named(seed: int, node: int) -> None:
+    slow, _ = Network(16, {node: 0.5}, models=["old"] * 8 + ["new"] * 8, seed=seed).judged()
+    assert named(slow) == {(f"node-{node}",)}
+
+
+def test_pair_that_is_the_only_one_of_its_models_clears_no_node() -> None:
+    models = ["old", "old", "new", "new", "new", "new"]
+    slow, _ = Network(6, {0: 0.5}, models=models).judged()
+    assert [(one.what, one.nodes) for one in slow] == [("node", ["node-0"])]
 
 
 @given(nodes=st.integers(8, 40), seed=st.integers(0, 9_999), data=st.data())

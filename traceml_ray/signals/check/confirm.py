@@ -12,7 +12,7 @@ import msgspec
 from traceml_ray import text
 from traceml_ray.analysis.labels import LABELS
 from traceml_ray.analysis.verdict import Verdict
-from traceml_ray.signals.check.judge import LIMITS, CheckResult, Slow
+from traceml_ray.signals.check.judge import LIMITS, CheckResult, Slow, begun
 from traceml_ray.signals.finding import Finding, nodes_named
 
 STRAGGLERS = [name for name, label in LABELS.items() if (label.kind, label.names) == ("finding", "ranks")]
@@ -33,6 +33,9 @@ _CHECKS = {
     "during": "a check during training",
 }
 """What a check is called, by `Checked.kind`."""
+_NEXT_OF_HARDWARE = (
+    "Train on nodes with the same hardware, or give ranks on slower hardware less work in each step."
+)
 _NEXT = "Look at what {ranks} {does}: {its} data, the size of {its} batches, and what {its} code does more."
 
 
@@ -54,6 +57,9 @@ def confirmed(verdict: Verdict, result: CheckResult) -> Verdict:
         if _explains(one, verdict.ranks, nodes, verdict.stages, result.ranks):
             why = f"{verdict.why} Confirmed by {check}: {one.why}".lstrip()
             return msgspec.structs.replace(verdict, confirmed=True, why=why, next=one.next)
+    if hardware := _other_hardware(result, nodes):
+        why = f"{verdict.why} {begun(check)} can compare nodes only with equal ones: {hardware}".lstrip()
+        return msgspec.structs.replace(verdict, why=why, next=_NEXT_OF_HARDWARE)
     compared = _compared(result, nodes)
     if not compared:
         return verdict
@@ -130,6 +136,30 @@ def _is_used(one: Slow, stage: str) -> bool:
     if one.what == "disk":
         return stage in ("data", "post_sync")  # reads samples, and writes checkpoints
     return one.what != "device" or stage != "data"
+
+
+def _other_hardware(result: CheckResult, nodes: Sequence[str]) -> str:
+    """
+    Return in a sentence that a node has other hardware than others, which is slower, or cannot be compared;
+    "": it has not. Then a slow node may be as fast as those like it.
+    """
+    if {node for one in result.slow for node in one.nodes}.intersection(nodes):
+        return ""
+    has_gpus = any(row.device is not None for row in result.levels if row.node in nodes)
+    rows = [row for row in result.levels if row.probe in (_ON_GPU if has_gpus else _ON_CPU) and row.value]
+    for row in rows:
+        others = [one for one in rows if (one.probe, one.like) != (row.probe, row.like)]
+        others = [one for one in others if one.probe == row.probe and one.node not in nodes]
+        if row.node not in nodes or row.state == "unsure" or not others:
+            continue
+        fastest = max(others, key=lambda one: one.value or 0.0)
+        lower = 1 - (row.value or 0.0) / (fastest.value or 1.0)
+        theirs = f"{row.node} has {row.like}, and {fastest.node} {fastest.like}"
+        if row.probe == "gpu_clock":  # clocks of different models say nothing
+            return f"{theirs}."
+        if lower >= LIMITS[row.probe].least:
+            return f"{theirs}. The former {LIMITS[row.probe].slower.format(text.share(lower))}."
+    return ""
 
 
 def _compared(result: CheckResult, nodes: Sequence[str]) -> set[str]:

@@ -221,7 +221,8 @@ class Coordinator:
         listening = self._ask(one, Listen(address), START_S)
         if listening is None or listening.port is None:
             return ()
-        gpu = all(self._machines[name].gpus > 0 for name in (one, other))
+        both = [self._machines[name] for name in (one, other)]
+        gpu = all(machine.gpus > 0 for machine in both)
         limit_s = START_S + _SLOWER * seconds
         asked = [
             self._pool.submit(
@@ -231,7 +232,11 @@ class Coordinator:
         ]
         wait(asked)
         reply = asked[0].result()
-        return () if reply is None or asked[1].result() is None else reply.measures
+        if reply is None or asked[1].result() is None:
+            return ()
+        # How fast a pair is depends on its machines: only pairs of the same two models are peers.
+        models = " – ".join(sorted((machine.gpu if gpu else machine.cpu)[:96] for machine in both))
+        return tuple(msgspec.structs.replace(one, like=f"{one.like}: {models}") for one in reply.measures)
 
     # -- several at once -------------------------------------------------------------------------
 

@@ -141,6 +141,8 @@ class Level(msgspec.Struct, kw_only=True):
     state: Literal["slow", "alike", "unsure", "no peers"] = "no peers"
     why: str = ""
     """Why it is not sure; "" if it is."""
+    like: str = ""
+    """What was measured, such as a model of GPU. Rows of a probe are peers if this is equal."""
 
 
 class Slow(msgspec.Struct, kw_only=True):
@@ -293,12 +295,12 @@ def _levels(
     for index, (row, one) in enumerate(zip(rows, trials, strict=True)):
         _judge(row, one, compared, index, limit)
         row.peers = known - (one.level == one.level)
-    sentences = [f"{_begun(limit.about)}, {row.subject} of {row.node}: {row.why}" for row in rows if row.why]
+    sentences = [f"{begun(limit.about)}, {row.subject} of {row.node}: {row.why}" for row in rows if row.why]
     if compared.fast:
         fast = [f"{rows[index].subject} of {rows[index].node}" for index in compared.fast]
         some = text.listed(fast[:3], max(0, len(fast) - 3))
         sentences.append(
-            f"{_begun(limit.about)}: {some} {'is' if len(fast) == 1 else 'are'} faster than all others. "
+            f"{begun(limit.about)}: {some} {'is' if len(fast) == 1 else 'are'} faster than all others. "
             "These are alike, so none of them is named."
         )
     return rows, sentences
@@ -318,6 +320,7 @@ def _row(check: Checked, measure: Measure, trials: Trials) -> Level:
         spread=math.expm1(trials.spread) if known else None,
         trials=len(trials.values),
         others=sum(others) / len(others) if others else None,
+        like=measure.like,
     )
 
 
@@ -334,7 +337,7 @@ def _all_unsure(
         why = f"fewer than {LEAST_TRIALS} trials were made"
     else:
         why = f"the trials vary too much (by {text.share(spread)})"
-    return rows, [f"{_begun(limit.about)}: {why}. Check again while nothing else runs."]
+    return rows, [f"{begun(limit.about)}: {why}. Check again while nothing else runs."]
 
 
 def _judge(row: Level, trials: Trials, compared: PeerComparison, index: int, limit: ProbeLimit) -> None:
@@ -365,7 +368,8 @@ def _judge(row: Level, trials: Trials, compared: PeerComparison, index: int, lim
     row.state = "unsure" if row.why else "slow"
 
 
-def _begun(words: str) -> str:
+def begun(words: str) -> str:
+    """Return words as the begin of a sentence."""
     return words[:1].upper() + words[1:]
 
 
@@ -454,7 +458,7 @@ def _sentence(one: Slow, row: Level) -> str:
     peers = "its only peer" if one.peers == 1 else f"its {one.peers:,} peers"
     figures = f"{rate(one.value, one.unit)}, usual {rate(one.usual, one.unit)}, {row.trials} trials"
     only = " Of two, only their difference is known." if one.peers == 1 else ""
-    return f"{_begun(one.name)} {slower} than {peers} ({figures}).{only}"
+    return f"{begun(one.name)} {slower} than {peers} ({figures}).{only}"
 
 
 def _further(also: Mapping[str, float]) -> str:
@@ -503,7 +507,7 @@ def _without_cause(row: Level, check: Checked) -> list[str]:
         "unsure",
         f"{text.share(row.lower)} below its peers, but nothing on the node says why: {job}.",
     )
-    return [f"{_begun(LIMITS[row.probe].about)}, {row.subject} of {row.node}: {row.why}"]
+    return [f"{begun(LIMITS[row.probe].about)}, {row.subject} of {row.node}: {row.why}"]
 
 
 def _cause_of_device(device: int | None, state: MachineState, probe: str) -> tuple[str, str]:

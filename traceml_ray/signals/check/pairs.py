@@ -54,7 +54,7 @@ def next_round(nodes: int, measured: Rounds) -> list[Pair]:
         asking = [*alone, *_of_pairs(pairs.worst_first())]
         partners = [node for node in reversed(asking) if node not in alone]
         return _matched(asking, partners, done, nodes)
-    asking = [*alone, *pairs.undecided()]
+    asking = [*dict.fromkeys([*alone, *pairs.undecided(), *pairs.not_compared()])]
     return _matched(asking, pairs.good_partners(), done, nodes, only_asking=True) if asking else []
 
 
@@ -89,6 +89,8 @@ class _Judged(NamedTuple):
     slow: bool
     lower: float
     """Largest share by which it is below other pairs; NaN: not known."""
+    compared: bool
+    """Whether there are other pairs that it can be compared with."""
 
 
 class _Pairs:
@@ -139,18 +141,22 @@ class _Pairs:
     def _of(self, pair: Pair) -> _Judged:
         rows = [self.levels[pair, probe] for probe in LIMITS if (pair, probe) in self.levels]
         lower = max((row.lower for row in rows if row.lower is not None), default=math.nan)
-        return _Judged(any(row.state == "slow" for row in rows), lower)
+        compared = any(row.state != "no peers" for row in rows)
+        return _Judged(any(row.state == "slow" for row in rows), lower, compared)
 
     def worst_first(self) -> list[Pair]:
-        """Return the pairs, failed ones first, then by how much they are below others."""
-        known = sorted(self.judged, key=lambda pair: -_or_zero(self.judged[pair].lower))
+        """Return the pairs: failed ones, those without peers, then by how much they are below others."""
+        known = sorted(
+            self.judged, key=lambda pair: (self.judged[pair].compared, -_or_zero(self.judged[pair].lower))
+        )
         return [*dict.fromkeys([*self.failed, *known])]
 
     def with_node(self, node: int) -> tuple[list[Pair], list[Pair]]:
-        """Return the slow or failed pairs of a node, and its other ones."""
+        """Return the slow or failed pairs of a node, and those that are as fast as other pairs."""
         slow = [pair for pair in self.judged if node in pair and self.judged[pair].slow]
         failed = [pair for pair in dict.fromkeys(self.failed) if node in pair]
-        fast = [pair for pair in self.judged if node in pair and not self.judged[pair].slow]
+        judged = [(pair, one) for pair, one in self.judged.items() if node in pair]
+        fast = [pair for pair, one in judged if one.compared and not one.slow]
         return [*slow, *failed], fast
 
     def slow_pairs(self) -> list[Pair]:
@@ -174,6 +180,11 @@ class _Pairs:
             if not any(self.accused(node) for node in pair) and not all(self.cleared(node) for node in pair)
         ]
         return [node for node in _of_pairs(open_pairs) if not self.cleared(node)]
+
+    def not_compared(self) -> list[int]:
+        """Return the nodes all of whose pairs are the only ones of their models."""
+        compared = {node for pair, one in self.judged.items() if one.compared for node in pair}
+        return [node for node in _of_pairs(self.judged) if node not in compared]
 
     def good_partners(self) -> list[int]:
         """Return the nodes that are fast with some partner, those in no slow pair first."""

@@ -21,10 +21,13 @@ from typing import Any
 import msgspec
 import psutil
 
+from traceml_ray import text
 from traceml_ray.errors import error_text
 from traceml_ray.signals.check import tasks
+from traceml_ray.signals.check.cores import cpu_name
 from traceml_ray.signals.check.exchange import exchange, listen
 from traceml_ray.signals.check.probes import Prober, boot_id
+from traceml_ray.signals.check.state import StateWatch
 
 _LOOK_S = 0.3
 """How long the cores are watched to see how busy they are, in s."""
@@ -90,8 +93,17 @@ class _Entered:
 def machine() -> tasks.NodeUse:
     """Return what is known about this machine without torch."""
     cores = sorted(os.sched_getaffinity(0))
-    gpus, busy = _gpus()
-    return tasks.NodeUse(socket.gethostname(), boot_id(), len(cores), _busy(cores), gpus, busy)
+    gpus, free = _gpus()
+    return tasks.NodeUse(
+        socket.gethostname(),
+        boot_id(),
+        len(cores),
+        _busy(cores),
+        gpus,
+        free,
+        cpu_name()[:128],
+        text.listed(sorted(set(StateWatch(Path("/"), cores).gpus().values())))[:128],
+    )
 
 
 def _busy(cores: list[int]) -> float | None:

@@ -87,6 +87,10 @@ class NodeUse(msgspec.Struct, frozen=True):
     """Number of GPUs that the process may use, according to NVML."""
     free_gpus: tuple[int, ...] = ()
     """Those of them, in torch's order, on which no process computes."""
+    cpu: str = ""
+    """Model of the CPU. "": not known."""
+    gpu: str = ""
+    """Models of the GPUs. "": not known, or no GPU."""
 
 
 class TaskReply(msgspec.Struct, frozen=True):
