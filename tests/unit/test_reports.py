@@ -206,6 +206,29 @@ def test_rank_that_finished_early_is_named_where_others_only_lost_a_peer(
     snapshot("report", run.text)
 
 
+@pytest.mark.parametrize(
+    ("message", "absent"),
+    [
+        (
+            "RuntimeError: [Rank 0]: Rank 2 failed to pass monitoredBarrier in 10000 ms\n Original exception",
+            [2],
+        ),
+        ("RuntimeError: [Rank 0]: Ranks 1, 2 failed to pass monitoredBarrier in 8000 ms", [1, 2]),
+        ("DistStoreError: wait timeout after 45000ms, keys: /default_pg/0//cpu//0/2", [2]),
+    ],
+)
+def test_rank_that_torch_says_did_not_join_is_named_and_not_the_one_that_says_it(
+    tmp_path: Path, message: str, absent: list[int]
+) -> None:
+    run = Run(tmp_path / "s", 4)
+    run.steps(5)
+    run.raised(0, message, 0.1)
+    run.raised(3, "RuntimeError: Connection closed by peer [10.0.0.2]:2", 0.2)
+    verdict = run.finish(1, run.failure(1, -15, 0.3), run.failure(2, -15, 0.3))["verdict"]
+    assert (verdict["label"], verdict["ranks"], verdict["confidence"]) == ("rank_lost", absent, "high")
+    assert "rank 0 (host-0) failed after step 49" in verdict["why"] and "did not join" in verdict["why"]
+
+
 def test_exact_time_of_an_agent_beats_the_whole_seconds_of_the_launcher(tmp_path: Path) -> None:
     run = Run(tmp_path, 4)
     run.steps(5)

@@ -37,10 +37,19 @@ _LISTED = 3
 """Largest number of deaths of unknown order that are listed one by one. Further ones are only counted."""
 _FROM_PEERS = re.compile(
     r"connection closed by peer|connection reset|connection refused|broken pipe|socket timeout"
-    r"|nccl|processgroup|gloo|distbackenderror|distnetworkerror|tcpstore"
+    r"|nccl|processgroup|gloo|distbackenderror|distnetworkerror|diststoreerror|tcpstore|monitoredbarrier"
     r"|heartbeat monitor|watchdog caught collective",
     re.IGNORECASE,
 )
+_DID_NOT_JOIN = re.compile(
+    r"Ranks? (\d[\d, ]{0,400}) failed to pass monitoredBarrier"
+    r"|wait timeout after \d+ms, keys: /default_pg/\d+//cpu//\d+/(\d+)$",
+    re.ASCII | re.MULTILINE,
+)
+"""
+Patterns of torch's messages that name the ranks that others waited for: in `monitored_barrier`, and in
+`init_process_group`, where the key ends in the rank whose address is missing.
+"""
 _SIGNAL = re.compile(r"Signal \d+ \(\w+\) received by PID \d+")
 """Pattern of torchrun's message for a rank that raised no exception."""
 _CRASHES = frozenset(
@@ -278,8 +287,11 @@ def headline(
     """
     first = culprits(all_deaths)
     death, tie, others = first[0], len(first) > 1, len(all_deaths) - len(first)
-    if death.consequence and (earlier := _earlier(all_deaths, node_of(death), ranks, world)):
-        return earlier
+    if death.consequence:
+        absent = _did_not_join(all_deaths, node_of, world)
+        earlier = absent or _earlier(all_deaths, node_of(death), ranks, world)
+        if earlier is not None:
+            return earlier
     stage = _one({one.stage for one in first})
     then = f" {text.count(others, 'other rank')} ended after {'them' if tie else 'it'}."
     return Verdict(
@@ -295,6 +307,29 @@ def headline(
         why=_why(first, node_of) + then * (others > 0),
         next=" ".join(dict.fromkeys(map(_advice, first[:_LISTED]))),
     )
+
+
+def _did_not_join(
+    all_deaths: Sequence[Death], node_of: Callable[[Death], str | None], world: int
+) -> Verdict | None:
+    """Return the verdict for deaths of which one says that other ranks did not join. None: none says so."""
+    for death in all_deaths:
+        match = _DID_NOT_JOIN.search(death.message)
+        gone = [int(rank) for rank in re.findall(r"\d+", match[1] or match[2])] if match else []
+        if not gone or max(gone) >= world:
+            continue
+        one, who = len(gone) == 1, text.ranks(gone)
+        name, where = _where(death, node_of(death))
+        return Verdict(
+            label="rank_lost",
+            rank=gone[0] if one else None,
+            ranks=tuple(gone),
+            confidence="high",
+            last_step=death.last_step,
+            why=f"{name} failed{where}, because {who} did not join: {death.reason}.",
+            next=f"Look at the output of {who}. If the time-out is more than 20 s the line is known, too.",
+        )
+    return None
 
 
 def _earlier(
