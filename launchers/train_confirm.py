@@ -87,8 +87,7 @@ def confirm(
             if over.is_set():  # what was measured beside the attempt is no measure
                 return
             for node in made:
-                mine = [one for one in outcome.checks if one.node == node.name]
-                node.leave(session, [msgspec.structs.replace(one, kind="restart") for one in mine])
+                _leave(node, session, outcome)
             results.put(_words(outcome))
         except Exception as error:
             results.put(f"no check: {error_text(error)}")
@@ -116,6 +115,15 @@ def _end(nodes: Sequence[TrainNode]) -> None:
     for node in [*nodes]:
         with contextlib.suppress(Exception):
             node.end()
+
+
+def _leave(node: TrainNode, session: str, outcome: Outcome) -> None:
+    """Have the ranks of a node store what was measured there. A node that cannot is an error of the check."""
+    mine = [one for one in outcome.checks if one.node == node.name]
+    try:
+        node.leave(session, [msgspec.structs.replace(one, kind="restart") for one in mine])
+    except Exception as error:  # it may have died since; the other nodes have measured
+        outcome.errors.append(f"{node.name}: its check is not in the session: {error_text(error)}.")
 
 
 def _words(outcome: Outcome) -> str:

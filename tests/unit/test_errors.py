@@ -58,6 +58,7 @@ OTHERWISE = {
     "sinks/trackers.py _finish": "raised at the end, once the other trackers have the report",
     "launchers/train_callback.py _failed": "counting itself has failed",
     "launchers/train_confirm.py check": "it is the answer, which becomes a note of the run",
+    "launchers/train_confirm.py _leave": "the same",
 }
 
 

@@ -168,6 +168,22 @@ def test_node_without_peers_is_checked_alone() -> None:
     assert [[*order] for order in watched.orders] == [["node-0"]]
 
 
+def test_nodes_of_all_stragglers_are_checked_and_none_of_them_is_a_peer() -> None:
+    ranks = {rank: process(rank) for rank in range(WORLD)}
+    assert [*nodes_to_check((5, 9, 4), ranks)] == ["node-2", "node-4", "node-0", "node-1", "node-5", "node-6"]
+    assert len(nodes_to_check(range(12), ranks)) == 4 + 2, "two nodes have no straggler"
+
+
+def test_straggler_whose_process_has_ended_is_checked_once_there_is_another_one() -> None:
+    watched = Watched()
+    watched.verdict, watched.ranks[5] = verdict(5), process(5, final=True)
+    watched.tick(LASTS_S + 10)
+    assert watched.orders == []
+    watched.ranks[5] = process(5)
+    watched.tick(4)
+    assert len(watched.orders) == 1
+
+
 def test_ranks_that_have_ended_are_not_looked_at() -> None:
     ranks = {rank: process(rank, final=rank in (2, 3)) for rank in range(6)}
     assert nodes_to_check((0,), ranks) == {

@@ -104,9 +104,22 @@ def test_session_that_does_not_answer_delays_no_attempt() -> None:
     assert not reached  # the attempt runs: it must not be disturbed
 
 
-def test_check_that_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = PlayedNode("node-0")
-    monkeypatch.setattr(node, "leave", lambda *_: 1 / 0)
-    assert confirmed([node]).startswith("no check: ZeroDivisionError")
+def test_check_that_fails_is_said() -> None:
+    def reach(_: object) -> Sequence[Any]:
+        raise ConnectionError("no cluster")
+
+    message = confirm("s", "r", ("a",), has_straggler=lambda *_: True, reach=reach)
+    assert message == "no check: ConnectionError: no cluster"
+
+
+def test_node_that_dies_after_it_has_measured_takes_nothing_from_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes = [PlayedNode("node-0"), PlayedNode("node-1")]
+    monkeypatch.setattr(nodes[0], "leave", lambda *_: 1 / 0)
+    message = confirmed(nodes)
+    assert message.startswith("check: ")
+    assert "node-0: its check is not in the session: ZeroDivisionError" in message
+    assert [one.node for one in nodes[1].left] == ["node-1"]
     end_of("traceml-confirm")
-    assert node.ends == 1
+    assert [node.ends for node in nodes] == [1, 1]

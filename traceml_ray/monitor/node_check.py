@@ -64,7 +64,7 @@ class NodeCheck:
     def _begin(self, args: Mapping[str, object]) -> None:
         begin_ns, about, processes = args.get("begin_ns"), args.get("rank"), args.get("processes")
         if not (isinstance(begin_ns, int) and isinstance(about, int) and isinstance(processes, str)):
-            self._not_made("malformed order")
+            self._failed("malformed order")
             return
         named = [word.partition(":") for word in processes.split()]
         pids = {
@@ -81,7 +81,7 @@ class NodeCheck:
             ("it would begin in the past, or too late", not 0 < ahead_s < _MOST_START_S),
         ):
             if is_so:
-                self._not_made(why)
+                self._failed(why)
                 return
         self._busy = True
         owner = next(name for rank, _, name in named if rank.isdigit() and int(rank) in pids)
@@ -91,7 +91,7 @@ class NodeCheck:
             target=self._check, args=(plan, owner, most_s), name="traceml-check-node", daemon=True
         ).start()
 
-    def _not_made(self, why: str) -> None:
+    def _failed(self, why: str) -> None:
         self.errors[f"check during training: {why}"] += 1
 
     def _check(self, plan: TrainingCheckPlan, owner: str, most_s: float) -> None:
@@ -104,7 +104,7 @@ class NodeCheck:
             why = f"exit code {error.returncode}" if ended else type(error).__name__  # type: ignore[attr-defined]
             with self._lock:
                 if not self._closed:
-                    self._not_made(why)
+                    self._failed(why)
         finally:
             with self._lock:
                 self._busy = False

@@ -29,8 +29,10 @@ EVERY_S = 600.0
 """Shortest time between two checks of a run, in s."""
 MOST = 12
 """Largest number of checks of a run."""
+STRAGGLERS_NODES = 4
+"""Largest number of nodes with stragglers that are checked."""
 PEERS = 4
-"""Largest number of nodes that the straggler's node is compared with."""
+"""Largest number of other nodes that these are compared with."""
 MOST_RANKS = 64
 """Largest number of ranks of a node that are looked at."""
 AHEAD_S = 12.0
@@ -132,11 +134,14 @@ class StragglerWatch:
             if ranks not in state.asked and named.last_ns - named.since_ns >= LASTS_S * 1e9
         ]
         for ranks in lasting[:1]:
+            nodes = nodes_to_check(ranks, live.ranks)
+            if not nodes:  # its process has ended: there may be another one later
+                continue
             state.asked.add(ranks)
             state.times, state.last_ns = state.times + 1, now
             begin_ns, self._until_ns = now + int(AHEAD_S * 1e9), now + int(_ORDER_S * 1e9)
             orders = dict[str, wire.Command]()
-            for node, processes in nodes_to_check(ranks, live.ranks).items():
+            for node, processes in nodes.items():
                 offset, bound = live.clocks.get(node, (0, 0))
                 args: dict[str, Value] = {"id": f"{now:x}", "run": live.run, "rank": ranks[0]}
                 args["begin_ns"] = begin_ns - (offset if abs(offset) > bound else 0)
@@ -155,11 +160,11 @@ def stragglers(verdict: Verdict | None) -> Iterable[tuple[int, ...]]:
 
 def nodes_to_check(ranks: Sequence[int], of_rank: Mapping[int, RankProcess]) -> dict[str, dict[int, str]]:
     """
-    Return the straggler's node, and at most PEERS other nodes that are spread over all of the run. By node
-    id: the names of the processes of its ranks.
+    Return the nodes of stragglers, at most STRAGGLERS_NODES, and at most PEERS nodes without stragglers that
+    are spread over all of the run. By node id: the names of the processes of its ranks.
 
     Args:
-        ranks: the stragglers. The node of the first one is checked.
+        ranks: the stragglers. Nothing is checked if the process of the first one has ended.
         of_rank: the process of each rank of the run.
     """
     by_node: dict[str, dict[int, str]] = {}
@@ -167,10 +172,14 @@ def nodes_to_check(ranks: Sequence[int], of_rank: Mapping[int, RankProcess]) -> 
         node = process.identity.node_id if process.identity is not None else None
         if node is not None and not process.ended:
             by_node.setdefault(node, {})[rank] = process.process_id
-    straggler = next((node for node, processes in by_node.items() if ranks[0] in processes), None)
-    if straggler is None:
+    node_of = {rank: node for node, processes in by_node.items() for rank in processes}
+    if ranks[0] not in node_of:
         return {}
-    others = [node for node in by_node if node != straggler]
+    named = [*dict.fromkeys(node_of[rank] for rank in ranks if rank in node_of)]
+    others = [node for node in by_node if node not in named]
     count = min(PEERS, len(others))
-    chosen = [straggler, *(others[number * len(others) // count] for number in range(count))]
+    chosen = [
+        *named[:STRAGGLERS_NODES],
+        *(others[number * len(others) // count] for number in range(count)),
+    ]
     return {node: dict([*by_node[node].items()][:MOST_RANKS]) for node in chosen}
