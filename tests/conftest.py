@@ -11,10 +11,12 @@ import hypothesis
 import pytest
 from snapshot import WRITE, Snapshot
 
-# Each run judges a change by the same examples; `make fuzz` looks for others.
+# Each run judges a change by the same examples; `make fuzz` looks for others. None is judged by its time: a
+# test that gets no core for half a minute is no slow one.
 _FUZZ = os.environ.get("FUZZ_EXAMPLES")
-hypothesis.settings.register_profile("shared-machine", deadline=None, derandomize=True)
-hypothesis.settings.register_profile("search", deadline=None, max_examples=int(_FUZZ or 1))
+_UNTIMED: dict[str, Any] = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("shared-machine", derandomize=True, **_UNTIMED)
+hypothesis.settings.register_profile("search", max_examples=int(_FUZZ or 1), **_UNTIMED)
 hypothesis.settings.load_profile("search" if _FUZZ else "shared-machine")
 
 os.environ["TZ"] = "UTC"  # whatever the user's timezone: texts write times in the timezone of their process
