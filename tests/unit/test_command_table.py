@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current folder is `place`, and nobody may enter `locked` in it."""
+def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """
+    The current folder is `place`, and nobody may enter `locked` in it. The threads of a dashboard, which end
+    with its process, end with the test.
+    """
     monkeypatch.chdir(place)
     monkeypatch.setenv("TRACEML_OUT", "sessions")
     for name in ("stat", "lstat", "open", "scandir", "listdir"):
@@ -80,6 +84,13 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "exit_soon", lambda _code: None)  # it ends this process
         monkeypatch.setattr(module, "exit_now", lambda code: code)
     monkeypatch.setattr(os, "nice", lambda _by: None)
+    over, before = threading.Event(), {*threading.enumerate()}
+    monkeypatch.setattr(dashboard, "_poll", lambda _session: over.wait(240))
+    monkeypatch.setattr(dashboard, "_serve", lambda _app, listening: over.wait(240) and listening.close())
+    yield
+    over.set()
+    for thread in {*threading.enumerate()} - before:
+        thread.join(240)
 
 
 def _refusing(call: Callable[..., Any]) -> Callable[..., Any]:
