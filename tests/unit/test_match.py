@@ -114,6 +114,16 @@ def test_another_size_and_another_type() -> None:
         assert _named(match(job.ranks())) == (kind, (2,), 1)
 
 
+def test_advice_on_another_size_at_another_line_is_to_look_for_the_way_there() -> None:
+    """As with one micro-batch less: the next call that sums something has another size."""
+    for line, advice in ((40, "before the two places"), (10, "the size of the tensor")):
+        job = Job(4)
+        job.call([0, 1, 3])
+        job.call([2], line=line, in_sizes=((9,),))
+        mismatch = match(job.ranks())
+        assert mismatch is not None and mismatch.kind == "size" and advice in mismatch.next
+
+
 def _received(rank: int, peer: int, *, done: bool = False) -> CollectiveCall:
     return CollectiveCall("0", 1, f"recv {rank}<-{peer}", p2p=True, done=done, where=f"pass_on (t.py:{rank})")
 

@@ -193,6 +193,7 @@ def _as_difference(table: CallTable, difference: DifferingCall) -> Mismatch:
     deviating = tuple(sorted(rank for side in few for rank in side.ranks))
     named = deviating if sure else tuple(sorted((*deviating, *most.ranks)))
     what, others_where = _what(table, first, kind), table.place(most.calls, most.position)
+    places = {table.place(first.calls, first.position), others_where}
     parts = [
         f"{text.ranks(side.ranks)} {_verb(side.ranks, 'call')} "
         f"{_in(_what(table, side, kind), table.place(side.calls, side.position))}"
@@ -213,7 +214,8 @@ def _as_difference(table: CallTable, difference: DifferingCall) -> Mismatch:
         ranks=named, instead=what, where=table.place(first.calls, first.position),
         others=most.ranks if sure else (),
         others_where=others_where, waited_s=waited_s(table, group, seq, most.ranks), proven=True,
-        confidence="high" if sure else "medium", why=why, next=_NEXT[kind],
+        confidence="high" if sure else "medium", why=why,
+        next=_NEXT["operation" if None not in places and len(places) > 1 else kind],
     )  # fmt: skip
 
 
