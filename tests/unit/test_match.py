@@ -282,6 +282,22 @@ def test_all_wait() -> None:
     assert _named(match(stuck, hang=True)) == ("all_wait", (), 1)
 
 
+def test_ranks_that_were_recorded_before_the_others_went_on_do_not_wait() -> None:
+    """As when a rank comes after half a minute, while the ranks are asked where they are."""
+    job = Job(4)
+    job.call(range(4), "barrier")
+    before = [
+        msgspec.structs.replace(
+            rank, calls=[msgspec.structs.replace(call, done=False) for call in rank.calls]
+        )
+        for rank in job.ranks()
+    ]
+    for _ in range(3):
+        job.call(range(4))
+    after = job.ranks()
+    assert match([after[0], before[1], after[2], before[3]], hang=True) is None
+
+
 def test_older_calls_that_are_not_known_are_not_missing() -> None:
     job = Job(3)
     for _ in range(6):

@@ -29,6 +29,7 @@ from traceml_ray.signals.collectives.waiting import (
     RootedWait,
     Wait,
     deadlocked,
+    is_outdated,
     peer_circle,
     peer_waits,
     roots_of_a_call,
@@ -358,7 +359,9 @@ def _absent(table: CallTable, all_waits: Sequence[Wait], hang: bool, world: int 
             candidates.append(_Absent(wait, ranks))
     if candidates:
         return _as_absent(table, min(candidates, key=lambda one: _began(table, one.wait)), hang)
-    together = [wait for wait in all_waits if not wait.absent and wait not in unknown]
+    together = [
+        wait for wait in all_waits if not wait.absent and wait not in unknown and not is_outdated(table, wait)
+    ]
     ended = [wait for wait in together if table.ranks[wait.rank].ended]
     if unknown and hang:
         return _as_unknown(table, min(unknown, key=lambda one: _began(table, one)))

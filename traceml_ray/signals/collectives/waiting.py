@@ -73,6 +73,26 @@ def _is_alone(table: CallTable, wait: Wait) -> bool:
     return len(table.ranks) > 1 and all(calls.index(wait.seq) is None for calls in others)
 
 
+_OF_ALL = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"}
+"""Operations that no rank completes before all have joined."""
+
+
+def is_outdated(table: CallTable, wait: Wait) -> bool:
+    """
+    Return whether a rank was recorded before it left its call: another rank has completed a later one that
+    all have to join.
+    """
+    for rank, calls in table.groups[wait.group].items():
+        if rank == wait.rank or calls.newest <= wait.seq:
+            continue
+        for position in range(len(calls.seqs) - 1, -1, -1):
+            if calls.seqs[position] <= wait.seq:
+                break
+            if calls.done[position] and table.signature(calls, position).operation in _OF_ALL:
+                return True
+    return False
+
+
 class RootedWait(NamedTuple):
     """A call with a root that a rank waits in."""
 
