@@ -141,6 +141,15 @@ def test_rank_that_waits_for_a_receive_is_not_said_to_have_skipped_a_collective(
     )
 
 
+def test_step_is_said_where_it_is_all_that_differs() -> None:
+    """As with one micro-batch less, before the ranks have said where they are."""
+    text = why(place(0), place(1, step=32), place(2), place(3))
+    assert text == (
+        "rank 1 (host-0) waits in the gradient exchange, in step 32; the other 3 wait in the gradient "
+        "exchange, in step 31. No step was closed for 22 s."
+    )
+
+
 def test_rank_waited_for_in_a_barrier_is_busy_and_those_in_it_are_not(snapshot: Snapshot) -> None:
     others = [place(rank, POST_SYNC, span="barrier", span_s=20.0) for rank in (1, 2)]
     saving = place(0, POST_SYNC, span="checkpoint")

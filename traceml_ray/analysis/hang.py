@@ -320,6 +320,9 @@ def _why(
         span = f"`{first.span}`" if first.span else None
         where = ", ".join(filter(None, [span, first.where, _position(first)]))
         what = f"{verb} in {where}, for {text.age(first.elapsed_s)}"
+    steps = {place.step for place in others}
+    if first.waits and len(steps) == 1 and steps != {first.step} and _doing(first) == _doing(others[0]):
+        return f"{who} {what}, in step {first.step:,}; {_others(others)}, in step {others[0].step:,}."
     return f"{who} {what}; {_others(others)}." if others else f"{who} {what}."
 
 
