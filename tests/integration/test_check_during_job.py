@@ -159,32 +159,39 @@ def is_complete(stored: list[Checked]) -> None:
     assert {one.about for one in stored} == {1}
 
 
-def test_node_whose_cpu_is_held_back_is_confirmed(hosts: list[str]) -> None:
-    with tempfile.TemporaryDirectory(prefix="tr-", dir="/tmp") as name, slow_cpu(0.15) as cgroup:
+def trained(hosts: list[str], asleep: int, cgroup: Path | None = None) -> dict[str, Any]:
+    """
+    Train until the straggler is checked, and return the verdict.
+
+    Args:
+        hosts: names of the hosts.
+        asleep: rank that sleeps. -1: none.
+        cgroup: where rank 1 computes. None: where all compute.
+    """
+    with tempfile.TemporaryDirectory(prefix="tr-", dir="/tmp") as name, first_cpu() as first:
         folder = Path(name)
-        with first_cpu() as first:
-            launched = launch(folder, hosts, "150", "-1", name)
-            put(first, [process.pid for process in launched])
+        launched = launch(folder, hosts, "150", str(asleep), name)
+        put(first, [process.pid for process in launched])
+        if cgroup is not None:
             put(cgroup, [pid_of(folder, 1)])
-            summary, stored = over(launched, folder)
+        summary, stored = over(launched, folder)
     is_complete(stored)
-    verdict = summary["verdict"]
+    verdict: dict[str, Any] = summary["verdict"]
     assert (verdict["label"], verdict["rank"]) == ("straggler", 1), verdict["why"]
-    assert verdict["confirmed"] is True, summary["check"]
+    assert verdict["confirmed"] is not None, summary["check"]
+    return verdict
+
+
+def test_node_whose_cpu_is_held_back_is_confirmed(hosts: list[str]) -> None:
+    with slow_cpu(0.15) as cgroup:
+        verdict = trained(hosts, -1, cgroup)
+    assert verdict["confirmed"] is True, verdict
     assert "Confirmed by a check during training: The CPU of host-1 gets" in verdict["why"]
     assert "The CPU quota of its container allows 0.3 of 2 cores." in verdict["why"]
 
 
 def test_rank_that_sleeps_is_not_confirmed(hosts: list[str]) -> None:
-    with tempfile.TemporaryDirectory(prefix="tr-", dir="/tmp") as name:
-        folder = Path(name)
-        with first_cpu() as first:
-            launched = launch(folder, hosts, "150", "1", name)
-            put(first, [process.pid for process in launched])
-            summary, stored = over(launched, folder)
-    is_complete(stored)
-    verdict = summary["verdict"]
-    assert (verdict["label"], verdict["rank"]) == ("straggler", 1), verdict["why"]
-    assert verdict["confirmed"] is False, summary["check"]
+    verdict = trained(hosts, 1)
+    assert verdict["confirmed"] is False, verdict
     assert "Not confirmed by a check during training: host-1 is as fast as other nodes" in verdict["why"]
     assert verdict["next"].startswith("Look at what rank 1 does")
