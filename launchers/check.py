@@ -25,7 +25,6 @@ from .guard import guarded
 
 NAMED = 3
 """Exit code of a job that does not start because the check has named something."""
-_NOTHING = "no node, device or link is slower than its peers"
 _RESTART_S = 60.0
 """How long nodes wait for each other, in s, at a restart (all restart together) and in elastic jobs."""
 LOOK_S = 15.0
@@ -94,7 +93,7 @@ def _checked(request: CheckRequest, environ: Mapping[str, str]) -> CheckReply | 
         if reply.error:
             log(f"no check: {reply.error}")
             return None
-        for line in reply.lines or (_NOTHING,):
+        for line in reply.lines:
             log(f"check: {line}")
     return reply
 

@@ -247,11 +247,10 @@ def _has_straggler(session: Path) -> bool:
 
 
 def _reply_of(outcome: Outcome) -> CheckReply:
-    from traceml_ray.signals.check.conclusion import concluded
+    from traceml_ray.signals.check.conclusion import concluded, lines
 
     result = concluded(outcome)
-    lines = [*(slow.why for slow in result.slow), *result.unsure, *result.notes, *result.errors]
-    return CheckReply(bool(result.slow or outcome.silent), tuple(lines))
+    return CheckReply(bool(result.slow or outcome.silent), tuple(lines(result)))
 
 
 def _of_node(reply: CheckReply, outcome: Outcome, name: str, kind: str) -> CheckReply:

@@ -34,7 +34,6 @@ SECONDS = 10.0
 _ANSWER_S = 5.0
 _FREE_S = 10.0
 _TOLD = 3
-_NOTHING = "no node, device or link is slower than its peers"
 
 
 class TrainNode(CheckNode, Protocol):
@@ -127,11 +126,9 @@ def _leave(node: TrainNode, session: str, outcome: Outcome) -> None:
 
 
 def _words(outcome: Outcome) -> str:
-    from traceml_ray.signals.check.conclusion import concluded
+    from traceml_ray.signals.check.conclusion import concluded, lines
 
-    result = concluded(outcome)
-    lines = [*(slow.why for slow in result.slow), *result.unsure, *result.notes, *result.errors]
-    return "check: " + (" ".join(lines[:_TOLD]) or _NOTHING)
+    return "check: " + " ".join(lines(concluded(outcome))[:_TOLD])
 
 
 def _has_straggler(session: str, run_id: str) -> bool:

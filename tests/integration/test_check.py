@@ -175,7 +175,7 @@ def test_node_that_does_not_answer_is_named(nodes: FakeCluster, monkeypatch: pyt
     finally:
         stopped.resume()
     assert list(outcome.silent) == [name_of(nodes.others[2])]
-    assert any(f"{name_of(nodes.others[2])} did not answer" in line for line in result.errors)
+    assert any(f"{name_of(nodes.others[2])} gave no result" in line for line in result.errors)
     assert len(outcome.checks) == NODES - 1
 
 

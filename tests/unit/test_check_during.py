@@ -108,7 +108,7 @@ def test_what_the_peers_have_as_well_is_no_reason() -> None:
     quota = [checked(number, 0.5 if number == 1 else 0.95, state=QUOTA) for number in range(3)]
     result = judged_during(quota, "node-1")
     assert result.slow == [] and states(result, "node-1")["ready_time"] == "unsure"
-    assert any("a CPU quota allows 1.2 of 2 cores; it held the check back" in note for note in result.notes)
+    assert any("a CPU quota allows 1.2 of 2 cores; it withheld " in note for note in result.notes)
     busy = MachineState(cores=8, others_cores=3.0)
     others = [checked(number, 0.5 if number == 1 else 0.95, state=busy) for number in range(3)]
     assert judged_during(others, "node-1").slow == []

@@ -128,9 +128,7 @@ def test_a_quota_is_the_cause_if_it_withheld_time() -> None:
     checks = [node(n, measure("cpu_matmul", "CPU", (1.0, 0.6)[n], seed=n)) for n in range(2)]
     result = judged([checks[0], node(1, *checks[1].measures, state=state)])
     assert "quota" in result.slow[0].cause and "limit" in result.slow[0].next
-    assert (
-        "node-1: a CPU quota allows 1.2 of 2 cores; it held the check back in 90 periods" in result.notes[0]
-    )
+    assert "node-1: a CPU quota allows 1.2 of 2 cores; it withheld " in result.notes[0]
 
 
 def test_a_hot_gpu_says_so() -> None:

@@ -118,7 +118,7 @@ def test_verdict_is_confirmed_alike_while_it_runs_after_a_restart_and_in_the_rep
     assert live.confirmed is confirmed
     if confirmed:
         assert said(live.why).startswith(
-            "Confirmed by a check before training: GPU 1 of host-1 multiplies 14 % slower than its 7 peers"
+            "Confirmed by a check before training: GPU 1 of host-1 multiplies matrices 14 % slower than its 7"
         )
         assert live.next.startswith("Take the GPU out of the job")
     else:
@@ -126,7 +126,7 @@ def test_verdict_is_confirmed_alike_while_it_runs_after_a_restart_and_in_the_rep
             "Not confirmed by a check before training: host-1 is as fast as other nodes "
             "(matrix multiplication, GPU)."
         )
-        assert live.next.startswith("Look at what rank 5 does: its data")
+        assert live.next.startswith("Look at what rank 5 does differently: its data")
     with SessionFile(tmp_path / "session.sqlite") as file:
         assert file.verdicts()[0][-1]["confirmed"] is confirmed  # read while it runs
         summary = summarize(file, LIMITS)
@@ -174,7 +174,7 @@ def test_what_the_verdict_says_is_not_said_again_beside_it(tmp_path: Path) -> No
             poll.poll()
             shown = poll.make(lambda name=pane: take_snapshot(poll, poll.newest, Choice(name)))[1]
         screen = " ".join(line.plain.strip("│ ") for line in panel(shown, Choice(pane), 200, 60))
-        assert screen.count("multiplies 14 %") == 1, pane
+        assert screen.count("multiplies matrices 14 %") == 1, pane
     run = poll.newest
     assert run is not None
     (gauge,) = [one for one in _run_metrics(run) if one.name.endswith("verdict_confirmed")]
@@ -189,7 +189,7 @@ def test_what_the_verdict_says_is_not_said_again_beside_it(tmp_path: Path) -> No
     job.end()
     for name in ("report.txt", "report.html"):
         words = " ".join((tmp_path / name).read_text().split())
-        assert words.count("multiplies 14 %") == 1, name
+        assert words.count("multiplies matrices 14 %") == 1, name
 
 
 @pytest.mark.parametrize(

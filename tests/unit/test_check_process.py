@@ -212,7 +212,7 @@ def flags(**more: Any) -> argparse.Namespace:
 @pytest.mark.parametrize(
     ("reply", "printed"),
     [
-        (CheckReply(), "check: no node, device or link is slower than its peers"),
+        (CheckReply(False, ("no link is slower",)), "check: no link is slower"),
         (CheckReply(True, ("GPU 3 of node-1 multiplies 14 % slower.",)), "check: GPU 3 of node-1 multiplies"),
         (CheckReply(error="it was not done within 5 s"), "no check: it was not done within 5 s"),
         (OSError("no more processes"), "no check: OSError: no more processes"),

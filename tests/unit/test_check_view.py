@@ -40,9 +40,8 @@ def test_what_is_slow_is_said_first_and_at_the_top_of_the_table() -> None:
     result = judged([gpus("node-0", 1, 1, 1, 1), gpus("node-1", 1, 0.86, 1, 1)])
     assert headline(result) == "2 nodes checked in 20 s: GPU 1 of node-1 is slower than peers."
     written = page(blocks(result))
-    assert (
-        "GPU 1 of node-1 multiplies 14 % slower than its 7 peers (602 TFLOP/s, usual 700 TFLOP/s" in written
-    )
+    said = " ".join(written.split())
+    assert "GPU 1 of node-1 multiplies matrices 14 % slower than its 7 peers (602 TFLOP/s, usual 700" in said
     first = written[written.index("Measured by the check") :].splitlines()[2]
     assert " ".join(first.split()) == "node-1 GPU 1 matmul 602 TFLOP/s 700 TFLOP/s −14 % 0.2 % slow"
 
@@ -50,8 +49,8 @@ def test_what_is_slow_is_said_first_and_at_the_top_of_the_table() -> None:
 def test_healthy_nodes_say_what_would_have_been_named() -> None:
     result = judged([gpus("node-0", 1, 1), gpus("node-1", 1, 1)])
     assert "nothing is slower than its peers" in headline(result)
-    assert "Named would be: 7" in headline(result)
-    assert "nothing can be said" in headline(judged([gpus("node-0", 1)]))
+    assert "Differences are named from 7" in headline(result)
+    assert "nothing could be compared" in headline(judged([gpus("node-0", 1)]))
 
 
 def test_many_subjects_are_cut_to_the_lowest() -> None:
@@ -67,7 +66,7 @@ def test_nodes_that_are_silent_or_in_use_are_said() -> None:
     )
     result = concluded(outcome)
     assert result.nodes == 2
-    assert result.errors == ["node-1 did not answer: it did not answer in time."]
+    assert result.errors == ["node-1 gave no result: it did not answer in time."]
     assert result.unsure[0].startswith("node-2: 8 of 8 CPUs. Only what is not in use was measured")
 
 
@@ -131,7 +130,7 @@ def test_command_exits_with_3_if_something_is_slow(
     printed = json.loads(capsys.readouterr().out)
     assert [slow["part"] for slow in printed["slow"]] == (["GPU 2"] if code == 3 else [])
     assert main(["check", "--seconds", "2"]) == code
-    assert ("GPU 2 of this machine multiplies 30 % slower" in capsys.readouterr().out) == (code == 3)
+    assert ("GPU 2 of this machine multiplies matrices 30 % slower" in capsys.readouterr().out) == (code == 3)
     assert coordinator.TRIALS >= 6
 
 

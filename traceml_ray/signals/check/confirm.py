@@ -36,7 +36,7 @@ _CHECKS = {
 _NEXT_OF_HARDWARE = (
     "Train on nodes with the same hardware, or give ranks on slower hardware less work in each step."
 )
-_NEXT = "Look at what {ranks} {does}: {its} data, the size of {its} batches, and what {its} code does more."
+_NEXT = "Look at what {ranks} {does} differently: {its} data, {its} batch sizes, {its} code."
 
 
 def confirmed(verdict: Verdict, result: CheckResult) -> Verdict:
@@ -58,7 +58,7 @@ def confirmed(verdict: Verdict, result: CheckResult) -> Verdict:
             why = f"{verdict.why} Confirmed by {check}: {one.why}".lstrip()
             return msgspec.structs.replace(verdict, confirmed=True, why=why, next=one.next)
     if hardware := _other_hardware(result, nodes):
-        why = f"{verdict.why} {begun(check)} can compare nodes only with equal ones: {hardware}".lstrip()
+        why = f"{verdict.why} {begun(check)} compares only equal hardware: {hardware}".lstrip()
         return msgspec.structs.replace(verdict, why=why, next=_NEXT_OF_HARDWARE)
     compared = _compared(result, nodes)
     if not compared:
@@ -154,11 +154,11 @@ def _other_hardware(result: CheckResult, nodes: Sequence[str]) -> str:
             continue
         fastest = max(others, key=lambda one: one.value or 0.0)
         lower = 1 - (row.value or 0.0) / (fastest.value or 1.0)
-        theirs = f"{row.node} has {row.like}, and {fastest.node} {fastest.like}"
+        theirs = f"{row.node} has {row.like}; {fastest.node} has {fastest.like}"
         if row.probe == "gpu_clock":  # clocks of different models say nothing
             return f"{theirs}."
         if lower >= LIMITS[row.probe].least:
-            return f"{theirs}. The former {LIMITS[row.probe].slower.format(text.share(lower))}."
+            return f"{theirs}. {row.node} {LIMITS[row.probe].slower.format(text.share(lower))}."
     return ""
 
 

@@ -52,15 +52,16 @@ class ProbeLimit(NamedTuple):
     short: str
     """The same in a table."""
     slower: str
-    """What a slow subject does: "multiplies {} slower"."""
+    """What a slow subject does: "multiplies matrices {} slower"."""
     least: float
     """Least difference worth naming, as a share (0..1) of the peers' level."""
     usual: float
     """Usual spread of healthy peers: standard deviation as a share of their level."""
 
 
+_MULTIPLIES = "multiplies matrices {} slower"
 LIMITS: dict[str, ProbeLimit] = {
-    "gpu_matmul": ProbeLimit("matrix multiplication, GPU", "matmul", "multiplies {} slower", 0.07, 0.01),
+    "gpu_matmul": ProbeLimit("matrix multiplication, GPU", "matmul", _MULTIPLIES, 0.07, 0.01),
     "gpu_memory": ProbeLimit("memory of the GPU", "memory", "copies its memory {} slower", 0.07, 0.01),
     "to_device": ProbeLimit(
         "copies to the GPU", "host to GPU", "receives data from the host {} slower", 0.15, 0.025
@@ -68,10 +69,8 @@ LIMITS: dict[str, ProbeLimit] = {
     "to_host": ProbeLimit(
         "copies from the GPU", "GPU to host", "sends data to the host {} slower", 0.15, 0.025
     ),
-    "cpu_matmul": ProbeLimit(
-        "matrix multiplication, all cores", "matmul", "multiplies {} slower", 0.10, 0.015
-    ),
-    "core_matmul": ProbeLimit("matrix multiplication, cores", "matmul", "multiplies {} slower", 0.10, 0.015),
+    "cpu_matmul": ProbeLimit("matrix multiplication, all cores", "matmul", _MULTIPLIES, 0.10, 0.015),
+    "core_matmul": ProbeLimit("matrix multiplication, cores", "matmul", _MULTIPLIES, 0.10, 0.015),
     "host_memory": ProbeLimit("memory of the host", "copy", "copies memory {} slower", 0.15, 0.025),
     "disk_read": ProbeLimit("reading from disk", "read", "reads {} slower", 0.60, 0.08),
     "all_reduce": ProbeLimit("all-reduce of a pair", "all-reduce", "reduces {} slower", 0.25, 0.04),
@@ -86,13 +85,11 @@ LIMITS: dict[str, ProbeLimit] = {
     "unstolen": ProbeLimit(
         "CPU time that the hypervisor leaves",
         "not stolen",
-        "gets {} less CPU time of the hypervisor",
+        "gets {} less CPU time from the hypervisor",
         0.10,
         0.02,
     ),
-    "idle_matmul": ProbeLimit(
-        "matrix multiplication, an idle core", "matmul", "multiplies {} slower", 0.10, 0.03
-    ),
+    "idle_matmul": ProbeLimit("matrix multiplication, an idle core", "matmul", _MULTIPLIES, 0.10, 0.03),
     "gpu_clock": ProbeLimit("clock of the GPU in use", "clock", "runs at a {} lower clock", 0.07, 0.015),
 }
 """
@@ -362,7 +359,7 @@ def _judge(row: Level, trials: Trials, compared: PeerComparison, index: int, lim
         count = lower_trials(trials, compared.level, least)
         row.why = f"{below}, but in only {count} of {row.trials} trials: something else disturbed it."
     elif not compared.beyond[index]:
-        row.why = f"{below}, but only {text.share(row.sees)} would be beyond chance here."
+        row.why = f"{below}, but only a difference of {text.share(row.sees)} or more is beyond chance here."
     elif (row.others or 0) > _OTHERS and row.lower < (row.others or 0):
         row.why = f"{below}, but other processes had its cores {text.share(row.others)} of the time."
     row.state = "unsure" if row.why else "slow"
@@ -457,7 +454,7 @@ def _sentence(one: Slow, row: Level) -> str:
     slower = LIMITS[one.probe].slower.format(text.share(one.lower))
     peers = "its only peer" if one.peers == 1 else f"its {one.peers:,} peers"
     figures = f"{rate(one.value, one.unit)}, usual {rate(one.usual, one.unit)}, {row.trials} trials"
-    only = " Of two, only their difference is known." if one.peers == 1 else ""
+    only = " With one peer, either of the two may be the unusual one." if one.peers == 1 else ""
     return f"{begun(one.name)} {slower} than {peers} ({figures}).{only}"
 
 
@@ -547,7 +544,7 @@ def state_notes(checks: Sequence[Checked]) -> Iterable[str]:
             held = ""
             if state.throttled_ns and state.throttled_periods:
                 periods = text.count(state.throttled_periods, "period")
-                held = f"; it held the check back in {periods}, for {text.duration(state.throttled_ns / 1e9)}"
+                held = f"; it withheld {text.duration(state.throttled_ns / 1e9)} of CPU time in {periods}"
             yield f"{quota}{held}."
         if (state.steal or 0) > _STEAL:
             yield f"{check.node}: the hypervisor gave {text.share(state.steal)} of its CPU to other machines."

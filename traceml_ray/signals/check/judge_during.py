@@ -58,7 +58,7 @@ def judged_during(checks: Sequence[Checked], node: str | None) -> CheckResult:
     for row in result.levels:
         if row.state == "alike" and (row.sees is None or row.sees > _SEES):
             row.state = "unsure"
-            row.why = f"only {text.share(row.sees)} would be beyond chance here."
+            row.why = f"only a difference of {text.share(row.sees)} or more is beyond chance here."
             about = LIMITS[row.probe].about
             result.unsure.append(f"{about[:1].upper()}{about[1:]}, {row.subject} of {row.node}: {row.why}")
     if len(machines) == 1:

@@ -247,7 +247,7 @@ def _slow(what: str, nodes: list[str], partners: list[str], mine: Sequence[Pair]
 
 def _undecided(names: Sequence[str], pairs: _Pairs, explained: set[Pair]) -> Iterator[str]:
     if len(names) == 2 and pairs.judged:
-        yield f"{' and '.join(names)} are one pair: it has no peers, so nothing is said about their link."
+        yield f"{' and '.join(names)}: of two nodes there is one link, and no other one to compare it with."
         return
     for pair in pairs.slow_pairs():
         if pair in pairs.failed:
@@ -255,7 +255,8 @@ def _undecided(names: Sequence[str], pairs: _Pairs, explained: set[Pair]) -> Ite
         elif pair not in explained:
             lower = text.share(pairs.judged[pair].lower)
             ends = " and ".join(names[node] for node in pair)
-            yield f"{ends} exchange data {lower} slower than other pairs. Which node or link it is, is open."
+            slower = f"{ends} exchange data {lower} slower than other pairs"
+            yield f"{slower}. The reason may be either node, or their link."
     for (_, probe), row in pairs.levels.items():
         if row.state == "unsure" and row.why:
             yield f"{LIMITS[probe].about}, {row.node}: {row.why}"

@@ -50,13 +50,14 @@ def headline(result: CheckResult) -> str:
         return f"{nodes} checked{took}: {names} {'is' if len(result.slow) == 1 else 'are'} slower than peers."
     seen = {row.probe: row for row in result.levels if row.sees is not None}
     if not seen:
-        return f"{nodes} checked{took}: nothing can be said."
+        return f"{nodes} checked{took}: nothing could be compared."
     least = {
         probe: max(row.sees for row in result.levels if row.probe == probe and row.sees is not None)
         for probe in seen
     }
     limits = [f"{text.share(share)} ({LIMITS[probe].about})" for probe, share in least.items()]
-    return f"{nodes} checked{took}: nothing is slower than its peers. Named would be: {text.listed(limits)}."
+    nothing = f"{nodes} checked{took}: nothing is slower than its peers"
+    return f"{nothing}. Differences are named from {text.listed(limits)} on."
 
 
 def table(result: CheckResult) -> Table:
