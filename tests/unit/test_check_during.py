@@ -15,6 +15,7 @@ from sessions import LIMITS
 from traceml_ray.monitor import straggler_watch
 from traceml_ray.reports.summary import summarize
 from traceml_ray.settings import Settings
+from traceml_ray.signals.check import wanted
 from traceml_ray.signals.check.judge import CheckResult, judged
 from traceml_ray.signals.check.judge_during import judged_during, newest_set, together
 from traceml_ray.signals.check.records import COMMAND, DURING, Checked, MachineState, Measure
@@ -233,6 +234,23 @@ def test_share_of_wanted_time_is_that_of_threads_that_were_seen_twice() -> None:
     assert answer.got == {3: pytest.approx(2 / 3)}, "rank 4 wanted too little to say"
     assert answer.unstolen == pytest.approx(0.8)
     assert answer.others_s == pytest.approx(2.0, abs=1e-3)
+
+
+def test_threads_are_bounded_in_all_and_those_that_are_left_out_are_no_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel ends a check that reads more than it has CPU time for."""
+    monkeypatch.setattr(wanted, "_MOST_THREADS", 6)
+    for rank in range(3):
+        for thread in range(4):
+            task = tmp_path / f"proc/{rank + 1}/task/{thread}"
+            task.mkdir(parents=True)
+            (task / "schedstat").write_text("5 5 1")
+    reading = RankThreads({rank: rank + 1 for rank in range(3)}, tmp_path).read()
+    assert [len(threads) for threads in reading.ranks.values()] == [2, 2, 2] and not reading.complete
+    later = CpuCounters(reading.ranks, CoreTimes(9.0, 0.0))
+    reading.cores = CoreTimes(1.0, 0.0)
+    assert between(reading, later, 2.0).others_s is None
 
 
 def test_what_is_not_known_is_none() -> None:

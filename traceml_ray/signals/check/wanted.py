@@ -14,7 +14,11 @@ from typing import NamedTuple
 
 from traceml_ray.signals.check.kernel import BUSY, STEAL, core_ticks, thread_ns
 
-_MOST_THREADS = 4_000
+_MOST_THREADS = 3_000
+"""
+Largest number of threads of all ranks of a node that are read. 11 readings of each take half a second of CPU
+time, of the two that the check has.
+"""
 _LEAST = 0.01
 """Share of a trial that the threads of a rank must be ready to run, or the rank has no value."""
 
@@ -35,6 +39,8 @@ class CpuCounters:
     """By rank: thread → how long it ran, and how long it waited for a core while it was ready to run (ns)."""
     cores: CoreTimes | None = None
     """None: not known."""
+    complete: bool = True
+    """Whether all threads of the ranks were read. There may be too many."""
 
 
 class CpuDemand(NamedTuple):
@@ -45,7 +51,7 @@ class CpuDemand(NamedTuple):
     unstolen: float | None
     """Share (0..1) of the time in which the cores had work that the hypervisor left them."""
     others_s: float | None
-    """CPU time of processes that belong to no rank, in s."""
+    """CPU time of processes that belong to no rank, in s. None: not known."""
 
 
 class RankThreads:
@@ -86,18 +92,21 @@ class RankThreads:
         for rank, pid in self._pids.items():
             threads: dict[int, tuple[int, int]] = {}
             for process in self._families.get(rank, [pid]):
-                self._add(process, threads)
+                reading.complete &= self._add(process, threads)
             reading.ranks[rank] = threads
         return reading
 
-    def _add(self, process: int, threads: dict[int, tuple[int, int]]) -> None:
+    def _add(self, process: int, threads: dict[int, tuple[int, int]]) -> bool:
+        """Add the threads of a process. Return False if it has too many."""
         try:
             folders = [*(self._proc / str(process) / "task").iterdir()]
         except OSError:
-            return  # it has ended
-        for folder in folders[: _MOST_THREADS - len(threads)]:
+            return True  # it has ended
+        left = _MOST_THREADS // len(self._pids) - len(threads)
+        for folder in folders[:left]:
             with contextlib.suppress(OSError, ValueError):  # it has ended, or this kernel does not count
                 threads[int(folder.name)] = thread_ns(folder)
+        return len(folders) <= left
 
 
 def core_times(cores: Iterable[int], root: Path = Path("/")) -> CoreTimes | None:
@@ -136,7 +145,8 @@ def between(before: CpuCounters, after: CpuCounters, seconds: float) -> CpuDeman
         return CpuDemand(got, None, None)
     busy, stolen = after.cores.busy - before.cores.busy, after.cores.stolen - before.cores.stolen
     unstolen = busy / (busy + stolen) if busy > 0 and stolen >= 0 else None
-    return CpuDemand(got, unstolen, max(0.0, busy - of_ranks / 1e9))
+    others_s = max(0.0, busy - of_ranks / 1e9) if before.complete and after.complete else None
+    return CpuDemand(got, unstolen, others_s)
 
 
 def _sum(pairs: Iterable[tuple[int, int]]) -> Sequence[int]:
