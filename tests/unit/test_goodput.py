@@ -19,7 +19,8 @@ from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.reports.answers import Answers
 from traceml_ray.settings import Settings
 from traceml_ray.signals.goodput.answer import Goodput, start_names
-from traceml_ray.signals.goodput.records import LifeInterval, OpenInterval
+from traceml_ray.signals.goodput.records import LIFECYCLE, LifeInterval, OpenInterval
+from traceml_ray.signals.goodput.totals import TOTALS
 from traceml_ray.signals.goodput.view import GetGoodput, GoodputView
 from traceml_ray.signals.throughput.records import StepWork
 from traceml_ray.stages import POST_SYNC, SYNC_WAIT
@@ -515,6 +516,40 @@ def test_short_evaluations_that_were_joined_are_not_drawn_as_a_long_one(tmp_path
 
 def test_a_start_has_the_number_that_the_launcher_gave_it() -> None:
     assert start_names([0, 1, 1, 2]) == ["0", "1", "1, start 2", "2"]
+
+
+def test_steps_whose_sums_were_not_stored_are_said_to_be_missing(tmp_path: Path) -> None:
+    """
+    The aggregator ends with the attempt, some steps after it has stored its sums. The next attempt repeats
+    two of these.
+    """
+    busy = Lived(tmp_path / "demo")
+    busy.start()
+    busy.step_on(30)
+    with busy.aggregator.stored() as file:
+        stored = [totals.steps for _, _, totals in file.records(TOTALS)]
+    kept = max(stored) + 1  # the first row is in no sum
+    assert kept < 30
+    busy.killed()
+    busy.again(1, 28)
+    busy.aggregator = aggregation(busy.folder, busy.clock)
+    busy.step_on(10)
+    answer = both(busy)
+    one = answer.attempts[0]
+    assert (one.steps, one.repeated_from, one.repeated_steps) == (30, 28, 2)
+    assert one.seconds["other"] == pytest.approx(4 * (30 - kept), rel=0.01)
+    assert f"its last {30 - kept} steps was not stored" in one.why["productive"]
+    assert "is not known" in one.why["wasted"]
+    assert one.seconds["wasted"] is None and one.seconds["productive"]
+
+
+def test_intervals_that_could_not_be_sent_are_said_to_be_missing(tmp_path: Path) -> None:
+    busy = Lived(tmp_path / "demo")
+    busy.start()
+    busy.step_on(20, errors={f"{LIFECYCLE.lost} lost with their batch": 3})
+    answer = both(busy)
+    assert answer.why["checkpoint_save"].startswith("12 intervals of checkpoints")
+    assert answer.seconds["checkpoint_save"] is None
 
 
 @pytest.mark.long

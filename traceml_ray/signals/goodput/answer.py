@@ -227,8 +227,20 @@ def _reasons(one: Started, sums: Balance) -> dict[str, str]:
     reasons = {}
     if sums.unknown_ns or (not len(one.columns) and (one.attempt.ranks.first_row_ns >= 0).any()):
         reasons["productive"] = "its steps are not known, their time is in `other`"
+    if one.unstored_steps:
+        steps = text.count(one.unstored_steps, "step")
+        reasons["productive"] = (
+            f"the time of its last {steps} was not stored when the monitor ended, it is in `other`"
+        )
+        if one.repeated_steps:
+            reasons["wasted"] = f"the time of its last {steps} is not known"
     if one.why:
         reasons["wasted"] = one.why
+    if one.lost_intervals:
+        lost = text.count(one.lost_intervals, "interval")
+        reasons["checkpoint_save"] = (
+            f"{lost} of checkpoints and evaluations could not be sent, their time is in other parts"
+        )
     if one.unseen:
         reasons["recovery"] = f"{text.count(one.unseen, 'attempt')} ended before the monitor attached"
     if not one.gap_known:

@@ -35,7 +35,7 @@ from traceml_ray.signals.goodput.pieces import (
     of_others,
     of_parts,
 )
-from traceml_ray.signals.goodput.records import Life
+from traceml_ray.signals.goodput.records import LIFECYCLE, Life
 from traceml_ray.signals.goodput.reported import ASYNC, SET_NS, Intervals, Lives, Totals, piece_of
 from traceml_ray.stages import DATA as DATA_STAGE
 from traceml_ray.stages import STAGES
@@ -106,6 +106,10 @@ class Started(NamedTuple):
     """By how much the clock was set during it, in ns. 0: that was not seen."""
     gap_known: bool = True
     """Whether the time until the next attempt is known. If not, it counts as 0."""
+    unstored_steps: int = 0
+    """Number of its newest steps whose time is not known: the aggregator ended before it had stored them."""
+    lost_intervals: int = 0
+    """Number of intervals that its ranks could not send."""
 
     @property
     def gap_ns(self) -> int | None:
@@ -115,7 +119,12 @@ class Started(NamedTuple):
     @property
     def steps(self) -> int:
         """Number of its steps, as far as they are known."""
-        return steps_from(self.columns, 0)
+        return self.steps_from(0)
+
+    def steps_from(self, step: int) -> int:
+        """Return the number of its steps from `step` on."""
+        newest = int(self.columns[:, 1].max()) + self.unstored_steps if len(self.columns) else 0
+        return min(steps_from(self.columns, step) + self.unstored_steps, max(0, newest - step + 1))
 
 
 class Sources(NamedTuple):
@@ -278,9 +287,31 @@ def _started(sources: Sources, generation: Sequence[RankProcess], begin: int, un
         taken = [[*rows[row].pieces, *others.waited_for(row, rows[row].pieces)] for row in sample]
         columns = without_intervals(columns, int(stepped.sum()), edges[sample, 1].tolist(), taken)
     pieces = {rank: row.pieces for rank, row in zip(of_rank, rows, strict=True) if row.pieces}
-    progress = _progress(of_rank, sources, columns)
+    unstored = 0 if until is None else _unstored(of_rank, columns)
+    progress = _progress(of_rank, sources, columns, unstored)
     async_ns = sum(row.beside_ns for row in rows)
-    return Started(attempt, attempt_of(generation[0]), until, columns, pieces, async_ns, progress)
+    return Started(
+        attempt,
+        attempt_of(generation[0]),
+        until,
+        columns,
+        pieces,
+        async_ns,
+        progress,
+        unstored_steps=unstored,
+        lost_intervals=sum(_lost_intervals(process) for process in generation),
+    )
+
+
+def _unstored(of_rank: Mapping[int, RankProcess], columns: Int64) -> int:
+    """Return how many steps all ranks of an attempt that is over took after the newest one in its sums."""
+    newest = [step for process in of_rank.values() if (step := process.last_step) is not None]
+    return max(0, min(newest) - int(columns[:, 1].max())) if newest and len(columns) else 0
+
+
+def _lost_intervals(process: RankProcess) -> int:
+    """Return how many intervals a process could not send."""
+    return sum(count for place, count in process.errors.items() if place.startswith(LIFECYCLE.lost))
 
 
 def _before(
@@ -456,8 +487,13 @@ def _sums(of_rank: Mapping[int, RankProcess], sources: Sources) -> tuple[Int64, 
     return sums, np.array(columns, np.int64).reshape(-1, 3)
 
 
-def _progress(of_rank: Mapping[int, RankProcess], sources: Sources, columns: Int64) -> Progress:
-    """Return what tells which of the steps of an attempt later ones did again."""
+def _progress(
+    of_rank: Mapping[int, RankProcess], sources: Sources, columns: Int64, unstored: int
+) -> Progress:
+    """
+    Return what tells which of the steps of an attempt later ones did again. `unstored`: number of its steps
+    after those in `columns`.
+    """
     restored, restored_step, saved, saved_step = False, None, False, None
     joined, saved_steps = False, set[int]()
     for process in of_rank.values():
@@ -473,7 +509,7 @@ def _progress(of_rank: Mapping[int, RankProcess], sources: Sources, columns: Int
         if known.saved_step is not None:
             saved_step = max(known.saved_step, saved_step or 0)
     first_step = int(columns[:, 0].min()) if len(columns) else None
-    last_step = int(columns[:, 1].max()) if len(columns) else None
+    last_step = int(columns[:, 1].max()) + unstored if len(columns) else None
     return Progress(
         first_step, last_step, restored, saved_step, saved, restored_step, frozenset(saved_steps), joined
     )
@@ -485,7 +521,8 @@ def _with_repeated(built: Sequence[Started]) -> list[Started]:
     for one, again in zip(built, repeated([one.progress for one in built]), strict=True):
         share, steps = 0.0, 0
         if again.step is not None:
-            share, steps = share_from(one.columns, again.step), steps_from(one.columns, again.step)
+            share = share_from(one.columns, again.step)
+            steps = one.steps_from(again.step)
         wasted = None if again.why else share
         attempt = replace(one.attempt, wasted=wasted)
         done.append(

@@ -372,7 +372,7 @@ def _share(one: AttemptGoodput, name: str) -> float | None:
 
 
 def _repeated(one: AttemptGoodput) -> str:
-    return "not known" if "wasted" in one.why else f"{one.repeated_steps:,}"
+    return "not known" if "wasted" in one.why and not one.repeated_steps else f"{one.repeated_steps:,}"
 
 
 def _numbers(answer: Goodput) -> Iterator[Number]:
