@@ -34,7 +34,7 @@ from traceml_ray.views.run_state import RunState
 from traceml_ray.views.session_poll import keep_newest
 from traceml_ray.views.values import whole_number
 
-from . import listing, shell
+from . import shell
 from .charts import Chart
 from .elements import Content
 from .pages import PAGES, has_nothing, start_layout
@@ -210,7 +210,7 @@ def build(session: SessionPages, *, server: Flask, poll_s: float = 1.0) -> dash.
         Output("page", "children"),
         Output("answer", "data"),
         *(Output(id, "content") for id in shell.PARTS),  # sent with the page: sent later, they would move it
-        Input("tick", "n_intervals"),
+        Input("due", "data"),  # not the tick: where an answer takes longer, each tick would discard one
         Input("url", "pathname"),
         Input("url", "search"),
         Input("timezone", "data"),  # an Input, not a State: the first refresh waits for it
@@ -249,6 +249,8 @@ def _in_browser(app: dash.Dash) -> None:
     def outputs(id: str, *names: str) -> list[Output]:
         return [Output(id, name, allow_duplicate=True) for name in names]
 
+    where = Input("url", "pathname"), Input("url", "search")
+    call("due", Output("due", "data"), Input("tick", "n_intervals"), *where)
     call("apply", Output("seen", "data"), Input("answer", "data"))
     call("open", *outputs("url", "pathname", "search"), Input("heat", "clickData"), namespace="heatmap")
     tip = outputs("heat-tip", "show", "bbox", "direction", "children")
@@ -266,8 +268,6 @@ def _parts(element: Any) -> Parts:
         return {element.id: {"content": element.content}}
     if hasattr(element, "figure"):
         return {element.id: {"figure": element.figure}}
-    if getattr(element, "id", "") == listing.FIELD:
-        return {listing.FIELD: {"value": element.value}}
     inside = getattr(element, "children", element)
     inside = inside if isinstance(inside, (list, tuple)) else [inside] if inside is not element else []
     header = {element.id: {"head": element.head}} if isinstance(element, Chart) else {}
@@ -275,40 +275,28 @@ def _parts(element: Any) -> Parts:
 
 
 def _search_callbacks(app: dash.Dash, refresher: Refresher) -> None:
-    """Make the search field of a page, and the search box of all pages, open the matching pages."""
+    """Make the search box of all pages open the matching pages."""
     where = State("url", "pathname"), State("url", "search")
 
-    @app.callback(
-        Output("url", "search", allow_duplicate=True),
-        Input(listing.FIELD, "value"),
-        *where,
-        prevent_initial_call=True,
-    )
-    def find(text: str | None, pathname: str | None, search: str | None) -> Any:
-        route = Route.parse(pathname, search)
-        if route is None or (text or "") == (route.get("q") or ""):
-            return dash.no_update
-        return _search(route.here(q=text or None, page=None))
+    @app.callback(Output("places", "children"), Input("sought", "data"), *where, prevent_initial_call=True)
+    def suggest(text: str | None, pathname: str | None, search: str | None) -> Any:
+        return [html.Option(value=name) for name in refresher.search_targets(text or "", pathname, search)]
 
     @app.callback(
-        Output("places", "children"),
-        Output("goto", "value"),
         Output("url", "pathname", allow_duplicate=True),
         Output("url", "search", allow_duplicate=True),
-        Input("goto", "value"),
-        Input("goto", "n_submit"),
+        Input("wanted", "data"),
         *where,
         prevent_initial_call=True,
     )
-    def goto(text: str | None, _: int | None, pathname: str | None, search: str | None) -> Any:
-        matches, text = refresher.search_targets(text or "", pathname, search), (text or "").strip()
-        href = matches.get(text)  # a suggestion was chosen
-        if text and not href and "goto.n_submit" in dash.ctx.triggered_prop_ids:
-            every = (Route.parse(pathname, search) or Route()).to("ranks", q=text)
-            href = next(iter(matches.values()), every)
-        if href:
-            return [], "", href.partition("?")[0], _search(href)
-        return [html.Option(value=name) for name in matches], *[dash.no_update] * 3
+    def go(text: str | None, pathname: str | None, search: str | None) -> Any:
+        text = (text or "").strip()
+        if not text:
+            return dash.no_update, dash.no_update
+        matches = refresher.search_targets(text, pathname, search)
+        every = (Route.parse(pathname, search) or Route()).to("ranks", q=text)
+        href = matches.get(text) or next(iter(matches.values()), every)
+        return href.partition("?")[0], _search(href)
 
 
 def _search(href: str) -> str:

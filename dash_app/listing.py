@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dash import dcc, html
+from dash import html
+from dash.development.base_component import Component
 
 from traceml_ray import text
 from traceml_ray.document.model import Column
@@ -21,8 +22,6 @@ from .elements import aria, link
 from .route import Route
 
 PER_PAGE = 100
-FIELD = "find"
-"""Id of a page's search field; its text is `q` in the URL."""
 Keys = Mapping[str, Callable[[Any], Any]]
 """Sort keys of a list, by column header. A key of None (not known) is sorted last in both directions."""
 
@@ -68,13 +67,26 @@ def _comparable(value: Any) -> Any:
     return natural(value) if isinstance(value, str) else value
 
 
-def field(route: Route, what: str) -> html.Div:
-    """Return the search field of a page. Its text becomes `q` in the URL. `what` names the items searched."""
-    given: dict[str, Any] = {"type": "search", "placeholder": f"Search {what} …", "debounce": 0.3}
-    field = dcc.Input(
-        id=FIELD, value=route.get("q") or "", autoComplete="off", className="goto find", **given
-    )
-    return html.Div([html.Label(f"Search {what}", htmlFor=FIELD, className="unseen"), field], role="search")
+class SearchField(Component):
+    """
+    The search field of a page. Its text is `q` in the URL, see assets/app.js: the browser alone reads and
+    writes it, so that no answer, however late, takes away what a person types. `dcc.Input` has its text from
+    the server.
+    """
+
+    _namespace, _type = "traceml_ray", "SearchField"
+    _prop_names = ["id", "placeholder"]
+    _children_props: list[str] = []
+    _valid_wildcard_attributes: list[str] = []
+
+    def __init__(self, id: str, placeholder: str) -> None:
+        self.id, self.placeholder = id, placeholder
+
+
+def field(what: str) -> html.Div:
+    """Return the search field of a page. `what` names the items searched."""
+    label = html.Label(f"Search {what}", htmlFor="find", className="unseen")
+    return html.Div([label, SearchField("find", f"Search {what} …")], role="search")
 
 
 def heads(columns: Iterable[Column], keys: Keys, route: Route) -> dict[str, Any]:

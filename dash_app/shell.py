@@ -49,6 +49,7 @@ from .route import Route
 from .session_cache import SessionCache
 
 PARTS = ("nav", "session", "verdict-strip", "problem")
+_STORES = ("due", "answer", "seen", "asked", "sought", "wanted", "timezone")
 _TABS = {
     "overview": "Overview",
     "ranks": "Ranks",
@@ -150,13 +151,13 @@ def layout(poll_s: float) -> html.Div:
     Return the elements around every page, with empty `parts`. Browsers send requests every
     `poll_s` seconds.
     """
-    goto: dict[str, Any] = {"type": "text", "placeholder": "rank, node, step …"}
+    goto = {"id": "goto", "list": "places", "autoComplete": "off", "placeholder": "rank, node, step …"}
     bar = [
         dcc.Link("traceml-ray", href="/", className="brand"),
         Content("nav"),
         Content("session"),
         html.Label("Go to a rank, node or step", htmlFor="goto", className="unseen"),
-        dcc.Input(id="goto", list="places", autoComplete="off", className="goto", **goto),
+        Content("", ["input", {**goto, "type": "text", "className": "goto"}]),
         html.Datalist(id="places"),
         html.Span(id="paused"),
         html.Button("Pause", id="pause", type="button"),
@@ -173,7 +174,7 @@ def layout(poll_s: float) -> html.Div:
             dcc.Location(id="url", refresh=False),
             dcc.Interval(id="tick", interval=max(250, round(1000 * poll_s))),
             dcc.Interval(id="clock", interval=1000),
-            *(dcc.Store(id=name) for name in ("answer", "seen", "asked", "timezone")),
+            *(dcc.Store(id=name) for name in _STORES),
         ]
     )
 

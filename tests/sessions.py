@@ -310,13 +310,13 @@ def refresh_request(
     tick: Any = 1, pathname: Any = "/", search: Any = "", zone: Any = "UTC", seen: Any = None
 ) -> dict[str, Any]:
     """Return what a browser posts to refresh a page."""
-    inputs = (("tick", "n_intervals"), ("url", "pathname"), ("url", "search"), ("timezone", "data"))
+    inputs = (("due", "data"), ("url", "pathname"), ("url", "search"), ("timezone", "data"))
     values = zip(inputs, (tick, pathname, search, zone), strict=True)
     return {
         "output": "..{}..".format("...".join(f"{id}.{name}" for id, name in _SHOWN.items())),
         "outputs": [{"id": id, "property": name} for id, name in _SHOWN.items()],
         "inputs": [{"id": id, "property": name, "value": value} for (id, name), value in values],
-        "changedPropIds": ["tick.n_intervals"],
+        "changedPropIds": ["due.data"],
         "state": [{"id": "seen", "property": "data", "value": seen}],
     }
 

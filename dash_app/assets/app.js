@@ -6,13 +6,28 @@
   const clock = (moment) => moment.toLocaleTimeString("en-GB", { timeZoneName: "short" });
 
   let answered = Date.now(), silent = 0; // s since an answer in which this page ran: it may be too busy to take one
+  let asked = Date.now(), requests = 0; // when the answer was requested that is awaited; 0: none is
+  let shown = {}; // pathname and search of the newest request
   let paused = false, revealed = ""; // the last link to a part of a page that was followed
   let seen = {}; // of the last answer: the page, and a checksum of each part
   const charts = new Map(); // by id: the newest figure, and which share of it is not drawn yet
 
   /* ---- answers ---- */
 
+  /* Return the number of the next refresh. While an answer is awaited a tick requests no other one: Dash discards an
+     answer when it requests the next, and where each takes longer than a tick the page would never have any. */
+  const due = (_, pathname, search) => {
+    const moved = shown.pathname !== pathname || shown.search !== search;
+    if (!moved && asked && Date.now() - asked < 1000 * QUIET) return window.dash_clientside.no_update;
+    if (moved && shown.pathname === pathname) showSearched(search);
+    shown = { pathname, search };
+    asked = Date.now();
+    return ++requests;
+  };
+  window.addEventListener("online", () => { asked = 0; });
+
   const apply = (answer) => {
+    asked = 0;
     if (answer) heard();
     if (!answer?.seen) return window.dash_clientside.no_update; // nothing is new
     if (answer.seen.page !== seen.page) charts.clear();
@@ -21,7 +36,7 @@
       if (chart) charts.set(id, chart);
       else if (props.of) delete answer.seen.sums[id]; // not drawn, or another answer was quicker: send all of it
       else if (id === "tab") [document.title, document.querySelector("link[rel=icon]").href] = [props.title, props.icon];
-      else if (document.activeElement?.id !== id) set(id, props); // what a person types stays
+      else set(id, props);
     }
     if (paused) set("paused", { children: "paused at " + clock(new Date()) }); // another page was opened
     seen = answer.seen;
@@ -128,6 +143,70 @@
     set("url", { pathname, search, hash });
   };
 
+  /* ---- the search field of a page: its text is `q` in the URL ---- */
+
+  const PAUSE = 300; // ms without another letter, after which a text is searched
+  let typed = null; // { pathname, value, timer }: of a text that is not in the URL yet
+  let removed = null; // { pathname, range }: of the field that had the focus, while its page is made again
+
+  const searched = (search) => new URLSearchParams(search).get("q") ?? "";
+
+  /* Show what the URL searches for, unless a person has typed something else since. */
+  const showSearched = (search) => {
+    const field = document.getElementById("find");
+    if (field && !typed && field.value !== searched(search)) field.value = searched(search);
+  };
+
+  const type = ({ target: { value } }) => {
+    const { pathname } = location;
+    clearTimeout(typed?.timer);
+    const search = () => {
+      typed = null;
+      if (pathname !== location.pathname) return;
+      const query = new URLSearchParams(location.search);
+      query.delete("page");
+      if (value) query.set("q", value); else query.delete("q");
+      set("url", { search: query.size ? `?${query}` : "" });
+    };
+    typed = { pathname, value, timer: setTimeout(search, PAUSE) };
+  };
+
+  /* A page that is made again (it has another part) takes its field away: the new one goes on where that was. */
+  const SearchField = ({ id, placeholder }) => {
+    const { createElement, useLayoutEffect, useRef } = window.React, at = useRef();
+    useLayoutEffect(() => {
+      const field = at.current, { pathname } = location;
+      field.value = typed?.pathname === pathname ? typed.value : searched(location.search);
+      if (removed?.pathname === pathname) {
+        field.focus({ preventScroll: true });
+        field.setSelectionRange(...removed.range);
+      }
+      return () => {
+        if (document.activeElement !== field) return;
+        removed = { pathname, range: [field.selectionStart, field.selectionEnd] };
+        setTimeout(() => { removed = null; }); // another field of the same page comes now or never
+      };
+    }, []);
+    return createElement("input", { id, ref: at, type: "search", className: "goto find", placeholder, autoComplete: "off", onInput: type });
+  };
+
+  /* ---- the search box of all pages: it is empty as soon as its text is on its way, and what is typed next stays ---- */
+
+  const open = (box) => {
+    if (!box.value.trim()) return;
+    set("wanted", { data: box.value });
+    box.value = "";
+    set("sought", { data: "" });
+  };
+  document.addEventListener("input", ({ target }) => {
+    if (target.id !== "goto") return;
+    const chosen = [...target.list.options].some(({ value }) => value === target.value); // a suggestion
+    if (chosen) open(target); else set("sought", { data: target.value });
+  });
+  document.addEventListener("keydown", ({ target, key }) => {
+    if (target.id === "goto" && key === "Enter") open(target);
+  });
+
   /* ---- theme, pause, a server that is silent ---- */
 
   /* Change the theme with a click; return what the button offers. */
@@ -178,6 +257,6 @@
   /* IANA, and minutes ahead of UTC for a server that does not know it. */
   const timezone = () => `${Intl.DateTimeFormat().resolvedOptions().timeZone} ${-new Date().getTimezoneOffset()}`;
 
-  window.traceml_ray = { ...window.traceml_ray, Content: ({ content }) => element(content), Chart };
-  (window.dash_clientside ??= {}).traceml = { apply, watch, theme, timezone, pause };
+  window.traceml_ray = { ...window.traceml_ray, Content: ({ content }) => element(content), Chart, SearchField };
+  (window.dash_clientside ??= {}).traceml = { apply, due, watch, theme, timezone, pause };
 }

@@ -107,7 +107,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
                 "Bundles: the last minutes of every rank",
                 bundle_table(view["bundles"], route, view["state"] == "live"),
             ),
-            html.Div([html.H2("All events"), listing.field(route, "events")], className="title-row"),
+            html.Div([html.H2("All events"), listing.field("events")], className="title-row"),
             part(html.Div(_filters(view, route), id="event-filter")),
             part(html.Div(rows, id="event-table", className="panel")),
         ]

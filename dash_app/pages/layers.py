@@ -69,7 +69,7 @@ def _words(layers: Sequence[Layer], index: int) -> str:
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page."""
-    head = [html.H1("Layers"), listing.field(route, "layers")]
+    head = [html.H1("Layers"), listing.field("layers")]
     body: list[Any] = [trail(route, ("layers", None)), html.Div(head, className="title-row")]
     layers: Layers | None = view["layers"]
     asks = view["state"] == "live" and not route.get("session")

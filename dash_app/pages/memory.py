@@ -89,7 +89,7 @@ def _drawn(memory: Memory, ranks: Sequence[int]) -> list[int]:
 
 def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page. Panels without findings are left out."""
-    head = [html.H1("Memory"), listing.field(route, "ranks (0,4-7) and nodes")]
+    head = [html.H1("Memory"), listing.field("ranks (0,4-7) and nodes")]
     body: list[Any] = [trail(route, ("memory", None)), html.Div(head, className="title-row")]
     memory: Memory | None = view["memory"]
     if memory is None:

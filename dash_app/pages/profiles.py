@@ -453,9 +453,7 @@ def _operations(view: Mapping[str, Any], route: Route) -> Any:
     if made.n_operations > len(made.operations):
         what += f" The {MOST:,} longest of {made.n_operations:,}; the CSV file has all."
     body = [listing.chips(route, "kind", kinds, "Kind"), rows, listing.pages(chosen, route, "operation")]
-    head = html.Div(
-        [html.H2("Operations of all ranks"), listing.field(route, "operations")], className="title-row"
-    )
+    head = html.Div([html.H2("Operations of all ranks"), listing.field("operations")], className="title-row")
     hint = part(html.P([what, *_problems(made)], id="profile-hint", className="hint"))
     return html.Section([head, hint, part(html.Div(body, id="profile-operations"))], className="panel")
 

@@ -80,7 +80,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     return html.Div(
         [
             trail(route, ("ranks", None)),
-            html.Div([html.H1("Ranks"), listing.field(route, "ranks and nodes")], className="title-row"),
+            html.Div([html.H1("Ranks"), listing.field("ranks and nodes")], className="title-row"),
             part(bar),
             part(rows_panel),
             html.P(

@@ -101,7 +101,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     rows = table(block, route, heads=heads, cells=cells)
     return html.Div(
         [
-            html.Div([html.H1("Sessions"), listing.field(route, "sessions")], className="title-row"),
+            html.Div([html.H1("Sessions"), listing.field("sessions")], className="title-row"),
             html.P("A name opens the session; + adds it to a comparison of up to eight.", className="hint"),
             part(html.Div(listing.states(route, states), id="session-filter")),
             *_compared(view.get("sides"), route),

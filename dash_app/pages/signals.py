@@ -67,7 +67,7 @@ def layout(view: Mapping[str, Any], route: Route) -> Any:
     """Return the elements of the page."""
     findings = html.Div(table(findings_table(view["findings"]), route), className="events")
     body = [
-        html.Div([html.H1("Signals"), listing.field(route, "ranks")], className="title-row"),
+        html.Div([html.H1("Signals"), listing.field("ranks")], className="title-row"),
         panel("Findings besides the verdict", part(html.Div(findings, id="signal-findings"))),
         *panels_of(view["sections"], route),
     ]

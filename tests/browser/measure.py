@@ -37,7 +37,7 @@ for (const timer of ["tick", "clock"]) window.dash_clientside.set_props(timer, {
 _REFRESH = """
 const done = arguments[0], before = took.length;
 window.ticks = (window.ticks ?? 1e6) + 1;
-window.dash_clientside.set_props("tick", { n_intervals: ticks });
+window.dash_clientside.set_props("due", { data: ticks });
 const look = () => took.length > before ? done() : setTimeout(look, 20);
 look();
 """
