@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from looking import Served, press
+from looking import Served, press, text, until
 from played import Played
 from profiled import stored
 from recorded import profiled, training
 from selenium import webdriver
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.ui import WebDriverWait
 
 from traceml_ray.store import profiles
 
@@ -56,14 +54,17 @@ def quiet(browser: webdriver.Chrome) -> Iterator[None]:
     assert [one["message"] for one in browser.get_log("browser") if one["level"] == "SEVERE"] == []
 
 
-def until(browser: webdriver.Chrome, seen: Callable[[], Any]) -> Any:
-    """Return what `seen` does, once that is true."""
-    wait = WebDriverWait(browser, 20.0, 0.05, ignored_exceptions=(Exception,))
-    return wait.until(lambda _: seen())
+def shows_soon(browser: webdriver.Chrome, served: Served, id: str, what: str) -> None:
+    """
+    Wait until an element shows a text that depends on files which the aggregator writes in the background,
+    and poll until then, as a server does each second.
+    """
 
+    def seen() -> bool:
+        served.poll()
+        return what in text(browser, id)
 
-def text(browser: webdriver.Chrome, id: str) -> str:
-    return browser.find_element(By.ID, id).get_attribute("textContent") or ""
+    until(browser, seen)
 
 
 def test_profile_is_opened_sorted_compared_and_removed(browser, shown):
@@ -77,13 +78,14 @@ def test_profile_is_opened_sorted_compared_and_removed(browser, shown):
     )
     assert "aten::addmm" not in first[:4]
     browser.find_element(By.ID, "find").send_keys("addmm")
+    until(browser, lambda: "q=addmm" in browser.current_url)
     until(browser, lambda: all("addmm" in name.lower() for name in browser.execute_script(NAMES)))
     before = browser.current_url
     press(browser, By.LINK_TEXT, "All operations as CSV")
     assert browser.current_url == before  # a file, no page
     press(browser, By.CSS_SELECTOR, "#profile-traces summary")
     press(browser, By.CSS_SELECTOR, "#profile-traces button")
-    until(browser, lambda: "None yet" in text(browser, "profile-list"))
+    shows_soon(browser, shown, "profile-list", "None yet")
     assert profiles.names_of(shown.played.folder) == []
 
 
@@ -99,14 +101,14 @@ def test_form_asks_for_a_profile_and_shows_how_far_it_is(browser, shown):
     press(browser, By.CSS_SELECTOR, "#profile-form button")
     until(browser, lambda: "Requested" in text(browser, "profile-now"))
     shown.play(1)
-    until(browser, lambda: "ranks 1 and 5: waiting for step" in text(browser, "profile-now"))
+    shows_soon(browser, shown, "profile-now", "ranks 1 and 5: waiting for step")
     now = profiles.under_way(shown.played.folder)
     assert now is not None and now.shapes and now.requests[0] in browser.current_url
 
 
 def test_pages_fit_a_phone_and_are_hit_with_a_finger(browser, shown):
     stored(shown.played.folder, "20260102T000000", {1: recorded}, [], run=shown.pages.newest.id)
-    shown.pages.poll()
+    shown.poll()
     size = {"width": 414, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:

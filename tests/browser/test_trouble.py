@@ -87,9 +87,9 @@ class Job:
 
     def opened(self, browser: webdriver.Chrome, path: str = "/") -> None:
         """Open a page, once it is served and some steps are done."""
-        until(browser, lambda: answers(self._port), 60.0)
+        until(browser, lambda: answers(self._port))
         browser.get(self.url + path)
-        until(browser, lambda: "step" in text(browser, "coverage"), 60.0)
+        until(browser, lambda: "step" in text(browser, "coverage"))
 
     def do(self, what: str) -> None:
         (self.folder / what).touch()
@@ -151,7 +151,7 @@ def test_killed_rank_is_named_first_with_when_and_in_what_it_was(browser, launch
     job = launch("killed")
     job.opened(browser)
     job.kill(1)
-    shows(browser, "verdict-headline", "ank lost: rank 1", 30.0)
+    shows(browser, "verdict-headline", "ank lost: rank 1")
     assert text(browser, "state-badge") != "live"
     for words in ("SIGKILL", "after step ", "Next It was killed"):
         shows(browser, "verdict-strip", words)
@@ -164,7 +164,7 @@ def test_after_a_crash_of_all_the_first_cause_comes_first(browser, launch):
     job = launch("crashed", 3)
     job.opened(browser)
     job.do("crash")
-    shows(browser, "verdict-headline", "ank lost: rank 1", 30.0)
+    shows(browser, "verdict-headline", "ank lost: rank 1")
     shows(browser, "verdict-headline", "in data")
     shows(browser, "verdict-strip", "is not an image")
     assert job.ended() == 1
@@ -182,7 +182,7 @@ def test_hang_is_named_with_since_when_and_where_the_ranks_are(browser, launch):
     job = launch("hung", 3)
     job.opened(browser)
     job.do("hang")
-    shows(browser, "verdict-headline", "ang: rank 1", 40.0)
+    shows(browser, "verdict-headline", "ang: rank 1")
     shows(browser, "verdict-headline", "in data")
     looks_right(browser, job.url + "/", "ang: rank 1", "No step is completed", "Since ", "Next")
     looks_right(browser, job.url + "/rank/1", "Where the ranks were in the last hang", "in __getitem__")
@@ -190,7 +190,7 @@ def test_hang_is_named_with_since_when_and_where_the_ranks_are(browser, launch):
     goes_where_it_says(browser, job, 1)
     job.process.terminate()
     assert job.ended() != 0
-    shows(browser, "state-badge", "stored file", 30.0)
+    shows(browser, "state-badge", "stored file")
     looks_right(browser, job.url + "/", "ang: rank 1")
 
 
@@ -204,7 +204,7 @@ def test_sessions_beside_each_other_and_one_whose_file_is_deleted(browser, launc
     job = launch("now")
     job.do("slow")
     job.opened(browser)
-    shows(browser, "verdict-headline", "traggler: rank 1", 60.0)
+    shows(browser, "verdict-headline", "traggler: rank 1")
     looks_right(browser, job.url + "/", "traggler: rank 1", "Since step ", "Next")
     goes_where_it_says(browser, job, 1)
     looks_right(browser, job.url + "/sessions", "before", "now", "running", "finished")
