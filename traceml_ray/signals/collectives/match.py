@@ -29,7 +29,7 @@ from traceml_ray.signals.collectives.waiting import (
     RootedWait,
     Wait,
     deadlocked,
-    is_outdated,
+    last_joined,
     peer_circle,
     peer_waits,
     roots_of_a_call,
@@ -359,8 +359,11 @@ def _absent(table: CallTable, all_waits: Sequence[Wait], hang: bool, world: int 
             candidates.append(_Absent(wait, ranks))
     if candidates:
         return _as_absent(table, min(candidates, key=lambda one: _began(table, one.wait)), hang)
+    joined = {group: last_joined(table, group) for group in {wait.group for wait in all_waits}}
     together = [
-        wait for wait in all_waits if not wait.absent and wait not in unknown and not is_outdated(table, wait)
+        wait
+        for wait in all_waits
+        if not wait.absent and wait not in unknown and wait.seq >= joined[wait.group]
     ]
     ended = [wait for wait in together if table.ranks[wait.rank].ended]
     if unknown and hang:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from traceml_ray.signals.collectives.calls import CallTable, CollectiveCall
+from traceml_ray.signals.collectives.calls import CallsInGroup, CallTable, CollectiveCall
 from traceml_ray.signals.collectives.differences import judged_ranks
 
 _STARTS = 64
@@ -77,20 +77,19 @@ _OF_ALL = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"
 """Operations that no rank completes before all have joined."""
 
 
-def is_outdated(table: CallTable, wait: Wait) -> bool:
+def last_joined(table: CallTable, group: str) -> int:
     """
-    Return whether a rank was recorded before it left its call: another rank has completed a later one that
-    all have to join.
+    Return the number of the newest call of a group that all its ranks have certainly joined: one has
+    completed it. 0: none is known. A rank that waits in an older call was recorded before it left it.
     """
-    for rank, calls in table.groups[wait.group].items():
-        if rank == wait.rank or calls.newest <= wait.seq:
-            continue
-        for position in range(len(calls.seqs) - 1, -1, -1):
-            if calls.seqs[position] <= wait.seq:
-                break
-            if calls.done[position] and table.signature(calls, position).operation in _OF_ALL:
-                return True
-    return False
+    return max((_last_joined_by(table, calls) for calls in table.groups[group].values()), default=0)
+
+
+def _last_joined_by(table: CallTable, calls: CallsInGroup) -> int:
+    for position in range(len(calls.seqs) - 1, -1, -1):
+        if calls.done[position] and table.signature(calls, position).operation in _OF_ALL:
+            return calls.seqs[position]
+    return 0
 
 
 class RootedWait(NamedTuple):
