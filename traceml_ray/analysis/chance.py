@@ -61,11 +61,16 @@ def scores_of(lateness: Float) -> Float:
     Args:
         lateness: in any unit (K, R).
     """
-    aligned = lateness - _median(lateness)[:, None]
-    _, inverse, counts = np.unique(aligned, return_inverse=True, return_counts=True)
-    below = np.cumsum(counts) - counts
-    scores: Float = (below + (counts - 1) / 2)[inverse].reshape(aligned.shape) / aligned.size
-    return scores
+    aligned = (lateness - _median(lateness)[:, None]).ravel()
+    order = np.argsort(aligned)
+    ordered = aligned[order]
+    differs = np.ones(len(order), dtype=bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=differs[1:])
+    begins = np.flatnonzero(differs)
+    counts = np.diff(begins, append=len(order))
+    scores = np.empty(len(order))
+    scores[order] = np.repeat((begins + (counts - 1) / 2) / len(order), counts)
+    return scores.reshape(lateness.shape)
 
 
 def z_late(
@@ -101,8 +106,10 @@ def _z_of(scores: Float, ranks: Sequence[int], correlated: float, newest: int | 
     others = np.ones(scores.shape[1], dtype=bool)
     while len(left) and (count := int(others.sum())) > 1:
         among = scores[:, others]
-        error = math.sqrt(float(among.var(axis=1).mean()) * steps * correlated)
-        apart = (scores[-steps:, columns[left]] - among[-steps:].mean(axis=1, keepdims=True)).sum(axis=0)
+        mean = np.add.reduce(among, axis=1, keepdims=True) / count
+        variance = np.add.reduce((among - mean) ** 2, axis=1) / count
+        error = math.sqrt(float(variance.mean()) * steps * correlated)
+        apart = (scores[-steps:, columns[left]] - mean[-steps:]).sum(axis=0)
         z[left] = apart / error if error > 0 else 0.0
         late = z[left] >= least_z(count, steps)
         if not late.any():
@@ -285,7 +292,7 @@ def usually_alike(work: Float, late: Bool, lateness: Float) -> Bool:
     if blocks * _BLOCK < _ALIKE_STEPS or late.all():
         return np.zeros(len(lateness), dtype=bool)
     means = work[len(work) % _BLOCK :].reshape(blocks, _BLOCK, -1).mean(axis=1)
-    apart = np.abs(means[:, late] - np.median(means[:, ~late], axis=1, keepdims=True))
+    apart = np.abs(means[:, late] - _median(means[:, ~late])[:, None])
     part = _ALIKE + _ALIKE_MORE * math.log2(work.shape[1])
     alike = np.count_nonzero(part * apart <= lateness, axis=0)
     share = _ALIKE_FEW if len(work) < _MANY_STEPS else _ALIKE_MANY
@@ -338,7 +345,7 @@ def _apart(work: Float, late: Bool, most: float) -> Float:
     """
     theirs: Float = work[:, ~late].astype(np.float64)
     if theirs.shape[1] >= _FEW_PEERS:
-        return _clipped(theirs - np.median(theirs, axis=1, keepdims=True), most)
+        return _clipped(theirs - _median(theirs)[:, None], most)
     beside = _clipped(theirs - work[:, late].mean(axis=1, keepdims=True), most)
     alone = _clipped(theirs, most)
     return beside if np.var(beside) < np.var(alone) else alone
@@ -346,4 +353,4 @@ def _apart(work: Float, late: Bool, most: float) -> Float:
 
 def _clipped(values: Float, most: float) -> Float:
     """Return by how much values differ from their median, limited to `most`."""
-    return np.clip(values - np.median(values), -most, most)
+    return np.clip(values - _median(values.ravel()), -most, most)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -268,6 +268,8 @@ class Evidence:
     peers: Evidence | None = None
     beside: tuple[Cause, ...] = ()
     """Ranks that are late in this window. The cost of unequal work is computed beside theirs."""
+    _beyond_ns: dict[Cause, Int64] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """Results of `_beyond`: a cause is asked for alone, with others, and for its gain."""
 
     @property
     def total_ns(self) -> int:
@@ -383,12 +385,16 @@ class Evidence:
         Return by how much the ranks of a cause are later than chance makes others, in ns (K, ranks of the
         cause).
         """
+        if (known := self._beyond_ns.get(cause)) is not None:
+            return known
         usual = self.persistent[:, cause.stage]
         peers = np.ones(len(usual), dtype=bool)
         peers[list(cause.places)] = False
         punctual = peers & (usual < _PUNCTUAL * float(usual[list(cause.places)].min()))
         peers = punctual if punctual.any() else peers
-        return beyond_chance(self._times(cause, peers), cause.places, np.flatnonzero(peers))
+        beyond = beyond_chance(self._times(cause, peers), cause.places, np.flatnonzero(peers))
+        self._beyond_ns[cause] = beyond
+        return beyond
 
     def _times(self, cause: Cause, peers: Bool) -> Int64:
         """

@@ -192,7 +192,7 @@ def late_ranks(
     if usual is None and past is not None and asks and len(past) > steps and evidence.uneven() >= _LOUD:
         for longer in LONGER:
             if len(past) > max(steps, longer // 2):
-                for late in _late_in_past(past, longer, thresholds, of_sums=not evidence.host_bound):
+                for late in _late_in_past(newest, longer, thresholds, of_sums=not evidence.host_bound):
                     if not any(_overlap(late, other) for other in result):
                         result.append(late)
     return sorted(result, key=lambda late: -late.excess)
@@ -259,6 +259,8 @@ class _Steps:
     usual: Float | Int64 | None
     sums: Float | Int64 | None = None
     """Excess out of all stages together (K, R); None: not computed yet."""
+    works: dict[int | None, Float] = field(default_factory=dict)
+    """Work of all ranks in `past` by stage, see `_work`. Windows of one judgement share it."""
 
     def late(self, thresholds: Thresholds, *, of_sums: bool) -> list[Late]:
         """
@@ -293,7 +295,7 @@ class _Steps:
         """
         columns = compared(len(share), candidates)
         places = np.searchsorted(columns, candidates)
-        work, z = self.past.work(stage, columns), self._z(places, columns, stage, self.past.stay(stage))
+        work, z = self._work(stage, columns), self._z(places, columns, stage, self.past.stay(stage))
         least = least_z(len(share), len(self.excess))
         sure = z >= least
         all_sure = bool(sure.all())
@@ -308,6 +310,13 @@ class _Steps:
         if not alike[sure].all() and (hidden or not self._stand_out(share[columns], places[sure], work)):
             return candidates[:0], z[:0]
         return candidates[sure], z[sure]
+
+    def _work(self, stage: int | None, columns: Int64) -> Float:
+        if len(columns) < len(self.past.ranks):  # those that are compared depend on the candidates
+            return self.past.work(stage, columns)
+        if stage not in self.works:
+            self.works[stage] = self.past.work(stage, columns)
+        return self.works[stage]
 
     def _z(self, places: Int64, columns: Int64, stage: int | None, stay: float) -> Float:
         """Return by how many standard errors ranks at `places` of `columns` are above chance."""
@@ -347,15 +356,17 @@ class _Steps:
         return result
 
 
-def _late_in_past(past: PastSteps, steps: int, thresholds: Thresholds, *, of_sums: bool) -> list[Late]:
+def _late_in_past(newest: _Steps, steps: int, thresholds: Thresholds, *, of_sums: bool) -> list[Late]:
     """Return the ranks that are late in the newest steps of the past, see `_Steps.late`."""
+    past = newest.past
     excess, step_ns = past.excess(steps), past.mean_step_ns(steps)
     least = thresholds.min_excess * step_ns
     sums = _sums(excess) if of_sums else None
     if not _often(excess, least) and (sums is None or not _often(sums, least)):
         return []
-    newest = _Steps(excess, np.median(excess, axis=0) / step_ns, step_ns, past, excess, sums)
-    return newest.late(thresholds, of_sums=of_sums)
+    shares = np.median(excess, axis=0) / step_ns
+    longer = _Steps(excess, shares, step_ns, past, excess, sums, newest.works)
+    return longer.late(thresholds, of_sums=of_sums)
 
 
 def _marked(ranks: int, places: Int64) -> Bool:
