@@ -40,6 +40,7 @@ def outputs(notebook: Any) -> str:
     return "\n".join("".join(part) for part in shown)
 
 
+@pytest.mark.long
 def test_notebook_of_torchrun_names_the_slow_rank(tmp_path: Path) -> None:
     shown = outputs(executed("torchrun.ipynb", tmp_path, 120))
     assert "straggler:1:data" in shown
