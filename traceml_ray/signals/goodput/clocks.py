@@ -11,7 +11,7 @@ shows that a clock was set; then the time between them is not known.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -65,17 +65,21 @@ def on_one_clock(
 ) -> Clocks | None:
     """Return how the times of a run's `generations` are moved to one clock. None: no clock was set."""
     by_process = lives.by_process
-    spans = [
-        (
-            min(birth_of(process, by_process.get(process.id)) for process in generation),
-            max(end_of(process, by_process.get(process.id), killed_ns) for process in generation),
-        )
-        for generation in generations
-    ]
+    spans = [*_spans(generations, by_process, killed_ns)] if len(generations) > 1 else [(0, 0)]
     in_order = all(_overlap(spans[place], spans[place + 1][0]) <= 0 for place in range(len(spans) - 1))
     if in_order and not _was_set(generations, by_process, intervals):
         return None
     return _aligned(generations, by_process, intervals, spans, killed_ns)
+
+
+def _spans(
+    generations: Generations, lives: Mapping[int, Life], killed_ns: Mapping[int, int]
+) -> Iterator[tuple[int, int]]:
+    """Yield when each attempt began and ended, as its processes say."""
+    for generation in generations:
+        of_each = [(process, lives.get(process.id)) for process in generation]
+        births = [birth_of(process, life) for process, life in of_each]
+        yield min(births), max([end_of(process, life, killed_ns) for process, life in of_each])
 
 
 def _overlap(span: tuple[int, int], following: int) -> int:
@@ -86,17 +90,19 @@ def _overlap(span: tuple[int, int], following: int) -> int:
 
 def _was_set(generations: Generations, lives: Mapping[int, Life], intervals: Intervals) -> bool:
     """Return whether records of one boot disagree about when that was."""
-    booted: dict[int, tuple[int, int]] = {}
+    booted: dict[int, int] = {}
     for generation in generations:
         for process in generation:
             life = lives.get(process.id)
-            if life is None or life.booted_ns is None or life.boot is None:
+            if life is None or life.boot is None or life.booted_ns is None:
                 continue
-            first, last = booted.get(life.boot, (life.booted_ns, life.booted_ns))
-            booted[life.boot] = min(first, life.booted_ns), max(last, life.booted_ns)
-            if intervals.set_ns(process.id, life.booted_ns):
+            if not -SET_NS <= life.booted_ns - booted.setdefault(life.boot, life.booted_ns) <= SET_NS:
                 return True
-    return any(last - first > SET_NS for first, last in booted.values())
+    return any(
+        intervals.set_ns(process, life.booted_ns)
+        for process in intervals.tell_boots
+        if (life := lives.get(process)) is not None and life.booted_ns is not None
+    )
 
 
 def _aligned(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -98,6 +98,11 @@ class Intervals:
             self.checkpoints[process] = known._replace(
                 saved=True, saved_step=step, saved_steps=steps, joined=joined
             )
+
+    @property
+    def tell_boots(self) -> Collection[int]:
+        """Processes whose intervals say when their node was booted."""
+        return self._booted.keys()
 
     def set_ns(self, process: int, booted_ns: int) -> int:
         """
