@@ -179,6 +179,19 @@ def test_node_of_a_faster_model_is_as_fast_as_those_of_its_model() -> None:
     assert confirmed(straggler(2, 3), CheckResult(levels=levels)).confirmed is False
 
 
+def test_nodes_with_the_same_two_kinds_of_cores_are_the_same_hardware() -> None:
+    """For example a NUMA node with eight cores, and one with six."""
+    levels = [
+        level(node, "core_matmul", subject=subject, value=value, like=like)
+        for node in ("node-0", "node-1", "node-2")
+        for subject, value, like in (
+            ("cores 0-7", 4.0, "Xeon, 8 cores"),
+            ("cores 8-13", 3.0, "Xeon, 6 cores"),
+        )
+    ]
+    assert confirmed(straggler(2, 3), CheckResult(levels=levels)).confirmed is False
+
+
 def test_clocks_of_other_models_of_gpu_are_not_compared() -> None:
     gpus = [
         level(node, "gpu_clock", device=0, like=like)

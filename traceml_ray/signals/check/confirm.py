@@ -5,6 +5,7 @@ longer there? Pure.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -147,9 +148,14 @@ def _other_hardware(result: CheckResult, nodes: Sequence[str]) -> str:
         return ""
     has_gpus = any(row.device is not None for row in result.levels if row.node in nodes)
     rows = [row for row in result.levels if row.probe in (_ON_GPU if has_gpus else _ON_CPU) and row.value]
+    models = defaultdict[tuple[str, str], Counter[str]](Counter)
     for row in rows:
-        others = [one for one in rows if (one.probe, one.like) != (row.probe, row.like)]
-        others = [one for one in others if one.probe == row.probe and one.node not in nodes]
+        models[row.probe, row.node][row.like] += 1
+    for row in rows:
+        others = [one for one in rows if one.probe == row.probe and one.like != row.like]
+        # A node may have several models itself. If others have the same ones, it is no other hardware.
+        others = [one for one in others if models[one.probe, one.node] != models[row.probe, row.node]]
+        others = [one for one in others if one.node not in nodes]
         if row.node not in nodes or row.state == "unsure" or not others:
             continue
         fastest = max(others, key=lambda one: one.value or 0.0)
