@@ -51,6 +51,7 @@ def test_healthy_nodes_say_what_would_have_been_named() -> None:
     assert "nothing is slower than its peers" in headline(result)
     assert "Differences are named from 7" in headline(result)
     assert "nothing could be compared" in headline(judged([gpus("node-0", 1)]))
+    assert headline(judged([Checked(1, "node-0")])) == "Nothing was measured on 1 node."
 
 
 def test_many_subjects_are_cut_to_the_lowest() -> None:

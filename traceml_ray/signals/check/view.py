@@ -48,6 +48,8 @@ def headline(result: CheckResult) -> str:
     if result.slow:
         names = text.listed([one.name for one in result.slow[:3]], max(0, len(result.slow) - 3))
         return f"{nodes} checked{took}: {names} {'is' if len(result.slow) == 1 else 'are'} slower than peers."
+    if not result.levels:
+        return f"Nothing was measured on {nodes}."
     seen = {row.probe: row for row in result.levels if row.sees is not None}
     if not seen:
         return f"{nodes} checked{took}: nothing could be compared."
