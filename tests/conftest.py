@@ -1,5 +1,6 @@
 """Set-up of every test: an environment without variables of ranks, sessions or clusters."""
 
+import gc
 import os
 import signal
 import time
@@ -10,6 +11,9 @@ from typing import Any
 import hypothesis
 import pytest
 from snapshot import WRITE, Snapshot
+
+# Modules and tests stay to the end, some millions of objects: no collection of garbage needs to look at them.
+gc.disable()
 
 # Each run judges a change by the same examples; `make fuzz` looks for others. None is judged by its time: a
 # test that gets no core for half a minute is no slow one.
@@ -84,6 +88,12 @@ _FIRST = (
     *("test_profile_request", "test_command", "test_multihost", "test_attached", "test_bundles"),
     *("test_retention", "test_session_pages", "test_episodes", "test_query", "test_device_verdicts"),
 )
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
