@@ -197,6 +197,19 @@ def test_a_rank_that_has_not_joined_is_late_until_the_job_hangs() -> None:
     assert mismatch.waited_s > 5
 
 
+def test_a_rank_that_raised_an_exception_is_not_said_to_come_yet() -> None:
+    job = Job(3)
+    job.call(range(3))
+    job.call([0, 1], line=20)
+    mismatch = match(job.ranks(rank2={"ending": "exit code 1"}))
+    assert mismatch is not None and (mismatch.kind, mismatch.proven) == ("late", False)
+    assert mismatch.why == (
+        "Rank 2 did not join all_reduce (call 2 of group default_pg): it has ended, exit code 1, its last "
+        "call there is number 1 at train (train.py:10). The other 2 wait in it at train (train.py:20)."
+    )
+    assert mismatch.next.startswith("Look at how rank 2 ended.")
+
+
 def test_a_rank_that_has_ended_is_proven_missing() -> None:
     job = Job(4)
     job.call(range(4))

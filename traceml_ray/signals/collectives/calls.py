@@ -77,7 +77,7 @@ class RankCollectives(msgspec.Struct, frozen=True, kw_only=True):
     ended: bool = False
     """Whether the process has ended."""
     ending: str = ""
-    """How it ended, for a person: `exit code 1, ValueError`. Empty: not known."""
+    """How it ended, for a person: `exit code 1`. Empty: not known. Set without `ended`: by an exception."""
     taken_ns: int | None = None
     """When this was recorded (ns since the epoch, clock of the node). None: not known."""
     written_ns: int | None = None

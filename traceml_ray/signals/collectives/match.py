@@ -399,6 +399,8 @@ def _as_absent(table: CallTable, absent: _Absent, hang: bool) -> Mismatch:
         kind = "missing"
     else:
         kind = "late" if known else "no_answer"
+    # A rank that raised an exception will not come, but whether others had waited for it is not known.
+    late = kind == "late" and not all(table.ranks[rank].ending for rank in named)
     op, place = _op_and_place(table, wait)
     instead, where = _instead(table, wait.group, named)
     sure = ended or (hang and kind != "no_answer" and len(named) < len(table.members(wait.group)) / 2)
@@ -410,8 +412,8 @@ def _as_absent(table: CallTable, absent: _Absent, hang: bool) -> Mismatch:
         )
         instead, where = op, place
     else:
-        joined = _verb(named, "have") + f" not joined {op}" if kind == "late" else f"did not join {op}"
-        yet = " yet" if kind == "late" else ""
+        joined = _verb(named, "have") + f" not joined {op}" if late else f"did not join {op}"
+        yet = " yet" if late else ""
         does = f": {instead}" if instead else ""
         why = (
             f"{_capital(named)} {joined} (call {wait.seq:,} of {table.text_of(wait.group)}){yet}{does}. "
@@ -426,7 +428,7 @@ def _as_absent(table: CallTable, absent: _Absent, hang: bool) -> Mismatch:
         ranks=named, instead=instead, where=where, others=others, others_where=place,
         waited_s=waited_s(table, wait.group, wait.seq, [rank for rank in waiting if rank in by_rank]),
         proven=bool(ended), confidence="high" if sure else "medium" if known else "low",
-        why=why, next=_next_absent(kind, named, bool(ended)),
+        why=why, next=_next_absent(kind, named, bool(ended) or (kind == "late" and not late)),
     )  # fmt: skip
 
 
@@ -452,7 +454,7 @@ def _instead(table: CallTable, group: str, named: Sequence[int]) -> tuple[str, s
     calls = table.groups[group].get(rank)
     last = table.place(calls, len(calls.seqs) - 1) if calls and calls.seqs else None
     number = f"{its} last call there is number {calls.newest:,}{_at(last)}" if calls and calls.seqs else ""
-    if report.ended:
+    if report.ended or report.ending:
         return ", ".join(filter(None, (f"{who} has ended", report.ending, number))), last
     if report.call and report.where:
         return f"{who} waits in {report.call}, {report.where}", report.where

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from traceml_ray.analysis.hang import hangs
 from traceml_ray.signals.collectives.calls import CallTable, RankCollectives
 from traceml_ray.signals.collectives.examined import Examined, examine
-from traceml_ray.signals.collectives.records import LAST_CALLS
+from traceml_ray.signals.collectives.records import AT_END, LAST_CALLS
 from traceml_ray.signals.collectives.reported import collectives_of
 from traceml_ray.store.session_file import SessionFile
 
@@ -49,5 +49,8 @@ def _reported(file: SessionFile) -> Iterator[RankCollectives]:
         report = reports.get(process.id)
         ended = process.ended and process.last_seen_ns <= reported_ns
         if report is not None or ended:
-            ending = "" if process.exit_code is None else f"exit code {process.exit_code}"
-            yield replace(collectives_of(report, rank, ended=ended), ending=ending if ended else "")
+            failed = report is not None and report.asked == AT_END
+            ending = "an exception" if failed else ""
+            ending = ending if process.exit_code is None else f"exit code {process.exit_code}"
+            ending = ending if ended or failed else ""
+            yield replace(collectives_of(report, rank, ended=ended), ending=ending)
