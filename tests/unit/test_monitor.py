@@ -87,23 +87,49 @@ OF_THE_END = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _environment_as_before() -> Iterator[None]:
+    """A launcher gives its own process the variables of ranks."""
+    before = {**os.environ}
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Monitor]:
-    """Return a monitor with all parts; each of its processes is one that ends when its stdin is closed."""
+    """
+    Return a monitor with all parts; each of its processes is one that ends when its stdin is closed. None of
+    them outlasts the test.
+    """
+    processes = list[subprocess.Popen[bytes]]()
     monkeypatch.setattr(BringUp, "begin", lambda _self: None)
     monkeypatch.setattr(monitors, "OfflineEnd", InThisProcess)
     monkeypatch.setattr(monitors, "terminal", lambda: os.open(os.devnull, os.O_WRONLY))
     settings = Settings(out=str(tmp_path), session="s", nice=0)
     made = Monitor(settings, {}, {**os.environ}, Nodes(), {"port": "0", "linger": "0"}, live=True)
     popen = subprocess.Popen
+
+    def start(_command: Any, **options: Any) -> subprocess.Popen[bytes]:
+        processes.append(popen(["cat"], **options))
+        return processes[-1]
+
     with monkeypatch.context() as stand_in:
-        stand_in.setattr(subprocess, "Popen", lambda _command, **options: popen(["cat"], **options))
+        stand_in.setattr(subprocess, "Popen", start)
         made.start()
     assert made._ray is not None
     made._ray._process = ray = popen(["sleep", "600"], start_new_session=True)
     yield made
     ray.kill()
     ray.wait(240)
+    for process in processes:
+        if process.stdin is not None:
+            process.stdin.close()
+        process.wait(240)
+    for thread in threading.enumerate():
+        if thread.name == "traceml-dashboard":  # it says what became of its process
+            thread.join(240)
 
 
 def harm(monkeypatch: pytest.MonkeyPatch, part: str, error: BaseException) -> None:
