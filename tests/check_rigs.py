@@ -15,6 +15,8 @@ import psutil
 
 _CPU, _DISK = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup/blkio")
 _PERIOD_US = 100_000
+FINE_US = 10_000
+"""Period of a quota in which no measurement of a check fits."""
 _FIRST = "262144"
 """The most that the kernel allows; a process outside of all cgroups has 1024."""
 
@@ -56,11 +58,23 @@ def _cgroup(parent: Path, settings: dict[str, str]) -> Iterator[Path]:
             time.sleep(0.1)
 
 
-def slow_cpu(share: float) -> contextlib.AbstractContextManager[Path]:
-    """Return a cgroup whose processes get `share` (0..1) of all cores together."""
-    quota = int(share * (os.cpu_count() or 1) * _PERIOD_US)
-    limits = {"cpu.cfs_period_us": str(_PERIOD_US), "cpu.cfs_quota_us": str(quota)}
+def slow_cpu(share: float, period_us: int = _PERIOD_US) -> contextlib.AbstractContextManager[Path]:
+    """
+    Return a cgroup whose processes get `share` (0..1) of all cores together. What takes less than `period_us`
+    may fit into what a period allows.
+    """
+    limits = {"cpu.cfs_period_us": str(period_us), "cpu.cfs_quota_us": _quota(share, period_us)}
     return _cgroup(_CPU, {"cpu.shares": _FIRST, **limits})
+
+
+def hold_back(cgroup: Path, share: float) -> None:
+    """Have the processes of a cgroup of `slow_cpu` get another share of all cores."""
+    period_us = int((cgroup / "cpu.cfs_period_us").read_text())
+    (cgroup / "cpu.cfs_quota_us").write_text(_quota(share, period_us))
+
+
+def _quota(share: float, period_us: int) -> str:
+    return str(int(share * (os.cpu_count() or 1) * period_us))
 
 
 def first_cpu() -> contextlib.AbstractContextManager[Path]:

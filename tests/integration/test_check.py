@@ -18,8 +18,10 @@ import psutil
 import pytest
 import ray
 from check_rigs import (
+    FINE_US,
     address,
     first_cpu,
+    hold_back,
     network,
     put,
     slow_cpu,
@@ -465,21 +467,15 @@ def restarted(folder: Path, what: str, rendezvous: str) -> Iterator[RestartedJob
 @in_cgroups
 @in_namespaces
 def test_straggler_on_a_slow_node_is_confirmed_at_the_restart_of_its_ranks(tmp_path: Path) -> None:
-    with restarted(tmp_path, "computes", "c10d") as job, slow_cpu(0.6) as cgroup:
-        limit, period = cgroup / "cpu.cfs_quota_us", cgroup / "cpu.cfs_period_us"
-        # Shorter than a measurement, else one fits into what a period allows.
-        quota, part = str(int(limit.read_text()) // 10), str(int(limit.read_text()) // 30)
-        limit.write_text(quota)
-        period.write_text(str(int(period.read_text()) // 10))
+    with restarted(tmp_path, "computes", "c10d") as job, slow_cpu(0.2, FINE_US) as cgroup:
         # While the ranks share the cores of this machine, each gets less than a limit that a check notices.
-        limit.write_text(part)
         put(cgroup, [job.launchers[1].pid])
         job.until(lambda: "straggler" in job.findings(), "a straggler of the first attempt")
         job.tell("fail")
         job.until(job.is_checked, "a check")
-        limit.write_text(quota)
+        hold_back(cgroup, 0.6)
         job.until(lambda: not job.is_checked(), "the end of the check")
-        limit.write_text(part)
+        hold_back(cgroup, 0.2)
         job.until(job.is_confirmed, "a confirmed straggler")
         job.tell("end")
         named = job.summary()

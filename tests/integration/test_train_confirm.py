@@ -20,7 +20,7 @@ pytest.importorskip("ray.train")
 import ray
 import ray.cloudpickle
 import torch
-from check_rigs import first_cpu, put, slow_cpu, why_no_cgroups
+from check_rigs import FINE_US, first_cpu, hold_back, put, slow_cpu, why_no_cgroups
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray_cluster import fake_cluster
@@ -128,14 +128,9 @@ def test_straggler_that_sleeps_is_not_the_fault_of_its_node(tmp_path: Path) -> N
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(bool(why_no_cgroups()), reason=why_no_cgroups())
 def test_straggler_on_a_node_with_less_cpu_is_the_fault_of_its_node(tmp_path: Path) -> None:
-    with fake_cluster(NODES, 1) as cluster, first_cpu() as first, slow_cpu(0.6) as cgroup:
+    with fake_cluster(NODES, 1) as cluster, first_cpu() as first, slow_cpu(0.6, FINE_US) as cgroup:
         raylets = [node.all_processes["raylet"][0].process.pid for node in (cluster.head, *cluster.others)]
         put(first, raylets)
-        limit, period = cgroup / "cpu.cfs_quota_us", cgroup / "cpu.cfs_period_us"
-        # Shorter than a measurement, else one fits into what a period allows.
-        quota, part = str(int(limit.read_text()) // 10), str(int(limit.read_text()) // 30)
-        limit.write_text(quota)
-        period.write_text(str(int(period.read_text()) // 10))
 
         def pids(attempt: str) -> list[int]:
             files = [tmp_path / f"pid-{attempt}-{rank}" for rank in range(NODES)]
@@ -144,15 +139,15 @@ def test_straggler_on_a_node_with_less_cpu_is_the_fault_of_its_node(tmp_path: Pa
         def steer(session: Any) -> None:
             wait(lambda: len(pids("first")) == NODES and all(pids("first")))
             # Only while the ranks compute: a process of a check takes long to start with so little.
-            limit.write_text(part)
+            hold_back(cgroup, 0.2)
             put(cgroup, [psutil.Process(pids("first")[1]).ppid()])
             wait(lambda: straggler(session))
-            limit.write_text(quota)
+            hold_back(cgroup, 0.6)
             (tmp_path / "fail").touch()
             wait(lambda: len(pids("second")) == NODES and all(pids("second")))
-            limit.write_text(part)
+            hold_back(cgroup, 0.2)
             wait(lambda: is_judged(session))
-            limit.write_text(quota)
+            hold_back(cgroup, 0.6)
 
         result = trained(tmp_path, steer, asleep=-1)
     named = result["named"]["straggler"]
