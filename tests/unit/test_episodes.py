@@ -6,7 +6,8 @@ import re
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from fuzzing import fuzz
+from hypothesis import given
 from hypothesis import strategies as st
 from unit.sample_windows import judge_run, of_ms, processes, synced, window
 
@@ -452,7 +453,7 @@ def test_occasional_stalls_of_one_step_name_no_rank():
             assert counted_s(run) <= 1.05 * 2.5 * len(range(first, 600, 60))
 
 
-@settings(max_examples=25, deadline=None)
+@fuzz(1 / 3)
 @given(
     st.lists(
         st.tuples(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from hypothesis import given, settings
+from fuzzing import fuzz
+from hypothesis import given
 from hypothesis import strategies as st
 from sessions import LIMITS, SECOND, identity
 from unit.sample_windows import align, exact, held_bytes, processes
@@ -45,7 +46,7 @@ def read(session: SessionFile, most: int) -> Reduction:
     return run
 
 
-@settings(max_examples=25, deadline=None)
+@fuzz(1 / 3)
 @given(st.data())
 def test_slices_of_any_size_come_to_what_all_rows_at_once_come_to(tmp_path_factory, data):
     """Batches in any order between ranks; some end within a step."""

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from fuzzing import fuzz
+from hypothesis import given
 from hypothesis import strategies as st
 from played import Played
 from sessions import LIMITS, SECOND, ask, run_message, stored
@@ -129,7 +130,7 @@ def test_every_question_is_asked_here() -> None:
     assert kinds | COMMANDS == set(QUESTIONS)
 
 
-@settings(max_examples=12, deadline=None)
+@fuzz(1 / 6)
 @given(st.data())
 def test_each_question_is_answered_live_as_from_the_file(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
