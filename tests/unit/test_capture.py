@@ -289,17 +289,20 @@ def test_script_that_starts_its_profiler_wins(rank: Rank) -> None:
 
 def test_profiler_of_another_thread_wins_and_nothing_is_saved(rank: Rank) -> None:
     rank.train(1)
-    rank.ask(first_step=2, steps=3)
+    rank.ask(first_step=2, steps=1000)  # more than it makes until the other thread gets a core
     rank.train(2)
     names: list[str] = []
+    begins = threading.Event()
 
     def other() -> None:
+        begins.set()
         with torch.profiler.profile() as users_profiler:
             torch.ones(3) + 1
         names.extend(event.key for event in users_profiler.key_averages())
 
     thread = threading.Thread(target=other)
     thread.start()
+    assert begins.wait(240)
     while thread.is_alive():
         rank.train(1)
         thread.join(0.01)

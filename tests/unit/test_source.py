@@ -38,7 +38,7 @@ def recorded(folder: Path, seconds: int = 10) -> Played:
 
 def test_source_waits_for_a_session_and_then_shows_it(tmp_path: Path) -> None:
     source = open_source(None, str(tmp_path), None)
-    pages = SessionPages(source)
+    pages = SessionPages(source, timer=lambda: 0.0)  # a source that is slow would be asked less often
     assert pages.poll() and look(pages, "overview")["state"] == "empty"
     text = look(pages, "header")["state_text"]
     assert str(tmp_path) in text and "traceml_ray.launch" in text
