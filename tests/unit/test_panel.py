@@ -68,7 +68,9 @@ def text(newest: PanelState, width: int, height: int, choice: Choice | None = No
 @pytest.fixture
 def played(tmp_path: Path) -> Played:
     """A session of 16 ranks on 4 nodes, with rank 5 late."""
-    return Played(tmp_path / "demo", 16, onset=35)
+    made = Played(tmp_path / "demo", 16, onset=35)
+    made.memory_s = 5
+    return made
 
 
 @pytest.fixture(scope="module")
