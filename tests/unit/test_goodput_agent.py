@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traceml_ray.agent.instrument import Instrumentation
-from traceml_ray.agent.marks import FORWARD_BEGIN, NO_GRAD_FORWARD_BEGIN
-from traceml_ray.agent.patch.checkpoint import is_checkpoint, steps_in
+from traceml_ray.agent.marks import FORWARD_BEGIN, NO_GRAD_FORWARD_BEGIN, RESTORE_SPAN
+from traceml_ray.agent.patch.checkpoint import is_checkpoint, patch_framework, steps_in
 from traceml_ray.agent.patch.patcher import Patcher
 from traceml_ray.agent.recorder import Recorder
 from traceml_ray.agent.ring import StepRing
@@ -413,6 +413,47 @@ def test_functions_of_frameworks_are_timed_once_they_are_imported(
         == [1]
     )
     del sys.modules["accelerate"]  # what was there before comes back after the test
+
+
+def test_state_that_frameworks_put_back_is_loading_if_there_is_a_checkpoint(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They call these functions in each run. Without a checkpoint nothing is loaded, and none is claimed."""
+    module = ModuleType("framework")
+
+    class Connector:
+        _loaded_checkpoint: Any = None
+
+        def restore_model(self) -> str:
+            return "done"
+
+        def restore_training_state(self) -> None: ...
+
+    class Trainer:
+        def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> str | None:
+            return checkpoint
+
+    module.Connector, module.Trainer = Connector, Trainer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "framework", module)
+    of_connector = {"restore_model": RESTORE_SPAN, "restore_training_state": RESTORE_SPAN}
+    of_trainer = {"_load_optimizer_and_scheduler": RESTORE_SPAN}
+    patcher, spans = bench.instrumentation.patcher, bench.instrumentation.spans
+    patch_framework(patcher, spans, "framework", "Connector", of_connector)
+    patch_framework(patcher, spans, "framework", "Trainer", of_trainer)
+    connector, trainer = Connector(), Trainer()
+    assert connector.restore_model() == "done"
+    connector.restore_training_state()
+    assert trainer._load_optimizer_and_scheduler(None) is None
+    del Connector._loaded_checkpoint  # another version
+    patcher.errors.debug = False
+    assert connector.restore_model() == "done"
+    assert "checkpoint load" not in bench.spans()
+    connector._loaded_checkpoint = {"state": 1}
+    assert connector.restore_model() == "done"
+    connector.restore_training_state()
+    assert trainer._load_optimizer_and_scheduler("here") == "here"
+    assert trainer._load_optimizer_and_scheduler(checkpoint="here") == "here"
+    assert [span.count for span in bench.spans()["checkpoint load"]] == [4]
 
 
 def test_ray_trains_report_counts_if_it_has_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:

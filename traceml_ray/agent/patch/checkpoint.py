@@ -9,7 +9,7 @@ thread for what `async_save` returned is a span, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -30,6 +30,11 @@ OF_FRAMEWORKS = (
         for of_lightning in (
             (f"{package}.trainer.trainer", "Trainer", {"save_checkpoint": CHECKPOINT_SPAN}),
             (f"{package}.loops.evaluation_loop", "_EvaluationLoop", {"run": EVALUATION_SPAN}),
+            (
+                f"{package}.trainer.connectors.checkpoint_connector",
+                "_CheckpointConnector",
+                {"restore_model": RESTORE_SPAN, "restore_training_state": RESTORE_SPAN},
+            ),
         )
     ),
     (
@@ -38,11 +43,18 @@ OF_FRAMEWORKS = (
         {
             "_save_checkpoint": CHECKPOINT_SPAN,
             "_load_from_checkpoint": RESTORE_SPAN,
+            "_load_optimizer_and_scheduler": RESTORE_SPAN,
             "evaluate": EVALUATION_SPAN,
         },
     ),
 )
 """(module, class in it or "", function → span) of what frameworks save, load and evaluate with."""
+_LOADS_IF: dict[str, Callable[[Sequence[Any], Mapping[str, Any]], bool]] = {
+    "restore_model": lambda args, _: bool(args[0]._loaded_checkpoint),
+    "restore_training_state": lambda args, _: bool(args[0]._loaded_checkpoint),
+    "_load_optimizer_and_scheduler": lambda args, named: (*args, *named.values())[1] is not None,
+}
+"""Functions that are called in any case → whether a call, with these arguments, loads a checkpoint."""
 RAY_TRAIN = "ray.train"
 _PROGRESS = (
     "epoch",
@@ -97,7 +109,8 @@ def patch_framework(
         target = getattr(target, owner)
     for function, name in functions.items():
         if hasattr(target, function):
-            patcher.replace(target, function, _timed(name, spans))
+            loads = _LOADS_IF.get(function)
+            patcher.replace(target, function, _timed(name, spans, counts=loads, failed=patcher.failed))
 
 
 def patch_ray_train(patcher: Patcher, spans: Spans) -> None:
@@ -119,13 +132,30 @@ def patch_ray_train(patcher: Patcher, spans: Spans) -> None:
     patcher.replace(ray.train, "report", make)
 
 
-def _timed(name: str, spans: Spans, recorder: Recorder | None = None) -> Make:
-    """Time a function as a span. With a `recorder`, also record calls in other threads."""
+def _timed(
+    name: str,
+    spans: Spans,
+    recorder: Recorder | None = None,
+    counts: Callable[[Sequence[Any], Mapping[str, Any]], bool] | None = None,
+    failed: Callable[[str, BaseException], None] | None = None,
+) -> Make:
+    """
+    Time a function as a span. With a `recorder`, also record calls in other threads. With `counts`, only
+    calls for which it returns True; what it raises is handed to `failed`.
+    """
     from torch.compiler import is_dynamo_compiling
+
+    def is_timed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        try:
+            return counts is None or counts(args, kwargs)
+        except Exception as error:
+            if failed is not None:
+                failed("checkpoint", error)
+            return False
 
     def make(original: Any) -> Any:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if is_dynamo_compiling():
+            if is_dynamo_compiling() or not is_timed(args, kwargs):
                 return original(*args, **kwargs)
             span = spans.begin(name)
             end = None if span is not None or recorder is None else _beside(spans, recorder)
