@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from snapshot import Snapshot
 
-from traceml_ray.analysis.hang import RankPosition, find, with_unknown
+from traceml_ray.analysis.hang import RankPosition, find, find_in_setup, with_unknown
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.stages import BACKWARD, DATA, FORWARD, POST_SYNC, SYNC_WAIT
 
@@ -90,6 +90,8 @@ def test_rank_that_waits_in_a_call_that_is_no_span_is_seen(snapshot: Snapshot) -
     ]
     assert named(*groups)[:2] == ("hang", (3,))
     snapshot("verdict", why(*groups))
+    verdict = find(groups, QUIET_S)
+    assert verdict is not None and "same groups in the same order" in verdict.next
 
 
 def test_rank_that_never_reported_is_named_instead_of_the_network(snapshot: Snapshot) -> None:
@@ -106,6 +108,33 @@ def test_groups_that_all_ranks_make_at_the_same_line_may_be_in_another_order() -
     groups = [place(rank, POST_SYNC, where="f (t.py:2)", call="new_group", still_s=18.0) for rank in range(4)]
     verdict = find(groups, QUIET_S)
     assert verdict is not None and "same groups in the same order" in verdict.next
+
+
+def joins(rank: int, call: str | None = "init_process_group", still_s: float = 125.0) -> RankPosition:
+    where = "setup (train.py:4)" if call else "prepare (train.py:9)"
+    return place(rank, DATA, 0, 125.0, where=where, call=call, still_s=still_s)
+
+
+def test_rank_that_never_joins_the_process_group_is_named_before_the_first_step(snapshot: Snapshot) -> None:
+    places = [joins(0), joins(1), joins(2, None), joins(3)]
+    verdict = find_in_setup(places, 125.0, 4)
+    assert verdict is not None and (verdict.label, verdict.ranks, verdict.last_step) == ("hang", (2,), None)
+    snapshot("verdict", f"{verdict.why}\n{verdict.next}")
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [joins(0), joins(1), joins(2, None, 0.5)],
+        [joins(0), joins(1, still_s=30.0), joins(2, None, 30.0)],
+        [joins(0), joins(1)],
+        [joins(0), joins(1), joins(2)],
+        [joins(0, "broadcast"), joins(1, "broadcast"), joins(2, None)],
+    ],
+    ids=["one works", "not for long", "one is not known", "all wait for the same", "serves requests"],
+)
+def test_setup_that_may_go_on_is_no_hang(places: list[RankPosition]) -> None:
+    assert find_in_setup(places, 125.0, 3) is None
 
 
 def test_rank_that_pickles_inside_a_call_is_busy() -> None:

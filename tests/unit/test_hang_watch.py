@@ -186,6 +186,19 @@ def test_first_step_that_compiles_is_no_hang(job: Job) -> None:
     assert "hang" not in job.stands(60, WAITS, at(FORWARD, 0), WAITS)
 
 
+def test_groups_made_in_another_order_before_the_first_step_are_a_hang_after_two_minutes(job: Job) -> None:
+    labels = []
+    for second in range(130):
+        if job.commands and second in (17, 32, 62):
+            for rank in range(3):
+                job.answers(rank, f"make_groups (train.py:{3 + rank // 2})", "new_group")
+        where = wire.OpenStage(0, DATA, 0, still_ns=second * SECOND)
+        labels += job.stands(1, where, where, where, since=second)
+    assert set(labels[:100]) <= {"", "telemetry_limited"} and labels[-1] == "hang"
+    verdict = job.aggregator.verdict
+    assert verdict is not None and (verdict.ranks, verdict.last_step) == ((2,), None)
+
+
 def test_long_validation_on_all_ranks_alike_is_no_hang(job: Job) -> None:
     """Nobody waits; and whoever comes out of it first has waited for a small part of the time only."""
     job.runs(8)

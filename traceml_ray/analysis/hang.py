@@ -159,6 +159,30 @@ def find(places: Sequence[RankPosition], quiet_s: float) -> Verdict | None:
     )
 
 
+SETUP_S = 120.0
+"""Time for which no rank must have done anything before the first step, for a hang in `_SETUP`, in s."""
+
+
+def find_in_setup(places: Sequence[RankPosition], quiet_s: float, world: int) -> Verdict | None:
+    """
+    Return the hang in which ranks wait for each other's process group before the first step. None: there is
+    none. Arguments as for `find`; `world` is the number of ranks of the job.
+
+    Before the first step any rank may compile or load, and a job that serves requests may wait in a
+    collective for hours. Here all ranks are known, none does anything, and some wait where a group is made.
+    """
+    still = len(places) == world and all((place.still_s or 0.0) >= SETUP_S for place in places)
+    alive = not any(place.ended or place.silent_s is not None for place in places)
+    alike = len({(place.call, place.where) for place in places}) == 1
+    if not still or not alive or alike or not any(place.call in _SETUP for place in places):
+        return None
+    finding = find(places, quiet_s)
+    if finding is None or finding.label != "hang":
+        return None
+    why = finding.why.replace("No step was closed for", "The first step was not closed for")
+    return msgspec.structs.replace(finding, why=why, last_step=None)
+
+
 PROVEN_S = 10.0
 """
 Time for which ranks must have waited in a collective that cannot match before it is a hang, in s; or half of
@@ -369,10 +393,12 @@ _MAKE_GROUPS = (
     "split_group",
     "init_device_mesh",
 )
+_SETUP = ("init_process_group", *_MAKE_GROUPS)
+"""Functions in which ranks wait for each other's process group."""
 
 
 def _next(blocking: Sequence[RankPosition], answering: Sequence[RankPosition], stalled: bool) -> str:
-    if not blocking and answering and all(place.call in _MAKE_GROUPS for place in answering):
+    if answering and all(place.call in _MAKE_GROUPS for place in answering):
         return (
             "All ranks have to make the same groups in the same order, also those that they are no member "
             "of: look at what the list of groups depends on."

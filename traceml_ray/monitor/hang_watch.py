@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from traceml_ray.analysis.hang import WAITED, RankPosition, find, is_stopped, with_mismatch, with_unknown
+from traceml_ray.analysis.hang import (
+    WAITED,
+    RankPosition,
+    find,
+    find_in_setup,
+    is_stopped,
+    with_mismatch,
+    with_unknown,
+)
 from traceml_ray.analysis.verdict import Verdict
 from traceml_ray.analysis.window import starts_of
 from traceml_ray.monitor.live_steps import LiveSteps
@@ -44,7 +52,8 @@ class HangWatch:
     known, the ranks are asked for all their stacks.
 
     Before every rank has closed its first row, which includes compiling and loading, it is not known how long
-    a step may take. Then only collectives that cannot match are a hang. Arguments as for `LiveJudge`.
+    a step may take. Then only collectives that cannot match are a hang, and ranks that have waited for two
+    minutes to make a process group while no rank did anything. Arguments as for `LiveJudge`.
     """
 
     writer: SessionWriter
@@ -115,7 +124,7 @@ class HangWatch:
             asked = self._asked(ranks, hang)
         if places is None:
             return hang.verdict
-        finding = find(places, quiet_s) if began else None
+        finding = find(places, quiet_s) if began else find_in_setup(places, quiet_s, _world(ranks))
         hangs = finding is not None and finding.label == "hang"
         mismatch = self.reports.mismatch(asked, hang.prefix, hang.answered, hangs)
         finding = with_mismatch(finding, mismatch, places, quiet_s)
@@ -278,9 +287,13 @@ def _progress_ns(process: RankProcess) -> int:
 
 def _unknown(ranks: dict[int, RankProcess]) -> list[int]:
     """Return the ranks of a job of which nothing has arrived."""
+    return [rank for rank in range(_world(ranks)) if rank not in ranks]
+
+
+def _world(ranks: dict[int, RankProcess]) -> int:
+    """Return the number of ranks of a job. 0: not known."""
     identity = ranks[min(ranks)].identity
-    world = identity.world_size if identity is not None else None
-    return [rank for rank in range(world or 0) if rank not in ranks]
+    return identity.world_size or 0 if identity is not None else 0
 
 
 def _same(one: Verdict, other: Verdict | None) -> bool:
