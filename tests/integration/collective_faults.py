@@ -127,6 +127,47 @@ def wait_for_evaluation() -> None:
     thread.join()
 
 
+def gather_losses() -> None:
+    losses: list[object] = [None] * 4
+    dist.all_gather_object(losses, {"loss": 1.0})  #! objects
+
+
+def wait_with_a_time_limit() -> None:
+    dist.monitored_barrier()  #! monitored
+
+
+def step_over(batches: int) -> None:
+    for _ in range(batches):
+        model(torch.ones(2, 4)).square().mean().backward()  #! micro_batch
+    average(value)
+
+
+class Layers(nn.Module):
+    """Three layers, of which one can be skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, skipped: int | None) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != skipped:
+                x = layer(x)  #! layer
+        return x
+
+
+def train_sharded() -> None:
+    from torch.distributed.fsdp import fully_shard  # takes a second, and no other job needs it
+
+    sharded = Layers()
+    mesh = init_device_mesh("cpu", (4,))
+    for layer in (*sharded.layers, sharded):
+        fully_shard(layer, mesh=mesh)
+    for number in range(6):
+        loss = sharded(torch.ones(2, 4), 1 if rank == 2 and number == 5 else None).sum()
+        loss.backward()  #! sharded
+
+
 def evaluate(seconds: int) -> None:
     """A batch each second."""
     for _ in range(seconds):
@@ -178,6 +219,16 @@ def fail(step: int) -> None:
         average(value)
     elif fault == "thread":
         average(value) if rank == 1 else wait_for_evaluation()
+    elif fault == "objects":
+        if rank == 1:
+            gather_losses()
+        average(value)
+    elif fault == "monitored":
+        read_batch() if rank == 2 else wait_with_a_time_limit()
+    elif fault == "micro_batch":
+        step_over(3 if rank == 1 else 4)
+    elif fault == "layer":
+        train_sharded()
     elif fault in ("evaluates", "uploads"):
         if rank == 0:
             evaluate(120) if fault == "evaluates" else upload(120)

@@ -65,6 +65,10 @@ FAULTS = [
     Fault("receive", 1, ("recv", "all_reduce"), ("receive", "others")),
     Fault("other_root", 3, ("scatter",), ("other_root",)),
     Fault("thread", 1, ("all_reduce",), ("thread", "others")),
+    Fault("objects", 1, ("all_gather", "all_reduce"), ("objects", "others")),
+    Fault("monitored", 2, ("monitored_barrier",), ("missing", "monitored")),
+    Fault("micro_batch", 1, ("all_reduce",), ("micro_batch", "others"), dies=True),
+    Fault("layer", 2, (), ("layer", "sharded")),
 ]
 BUSY = ("evaluates", "uploads")
 """Jobs in which rank 0 works for two minutes while the others wait."""
