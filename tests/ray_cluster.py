@@ -30,7 +30,7 @@ that keep all cores busy, they would take minutes to start.
 """
 
 
-def until(done: Callable[[], Any], what: str, seconds: float = 60) -> Any:
+def until(done: Callable[[], Any], what: str, seconds: float = 240) -> Any:
     """Wait for the first true result of `done` and return it."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

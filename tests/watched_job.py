@@ -80,7 +80,7 @@ class Job:
             self.aggregator.judge()
 
     def wait_for_steps(self, steps: int, ranks: int = WORLD) -> None:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             with self.aggregator.stored() as file:
                 steps_of_ranks = [process.last_step or 0 for process in file.ranks().values()]
@@ -93,7 +93,7 @@ class Job:
         raise AssertionError(f"steps {steps_of_ranks}: {self.errors()}")
 
     def wait_for_event(self, message: str) -> None:
-        deadline, messages = time.monotonic() + 30, []
+        deadline, messages = time.monotonic() + 240, []
         while time.monotonic() < deadline and message not in messages:
             time.sleep(0.1)
             with self.aggregator.stored() as file:

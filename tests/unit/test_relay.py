@@ -688,7 +688,7 @@ for data in sys.argv[2].split(","):
     sock.send(bytes.fromhex(data))
 if "fork" in sys.argv:  # a data loader worker that outlives the rank and holds its connection
     if os.fork() == 0:
-        time.sleep(60)
+        time.sleep(600)
         os._exit(0)
 if "wait" in sys.argv:
     sock.recv(1 << 16)
@@ -745,7 +745,7 @@ def test_ended_rank_that_left_a_copy_of_what_the_relay_has_is_not_sent_again(ben
 
 
 def test_calling_process_that_is_killed_is_lost_as_well(bench: Bench) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     bench.started.append(process)
     who = RankIdentity(0, 0, 0, 1, 1, 1, "host", None, "job", 0, process.pid, "explicit")
     batch = codec.decode(rank_batch("a", 0), wire.RankBatch)
@@ -814,7 +814,7 @@ def test_command_goes_to_every_rank_until_it_is_withdrawn(bench: Bench) -> None:
 
 
 def test_rank_that_does_not_answer_is_inspected_from_outside_once(bench: Bench) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     bench.started.append(process)
     who = RankIdentity(0, 0, 0, 1, 1, 1, "host", None, "job", 0, process.pid, "explicit")
     batch = codec.decode(rank_batch("a", 0), wire.RankBatch)
