@@ -15,19 +15,28 @@ class ModuleTime:
     """
     Stands for `time` in one module. Functions that a test replaces are replaced in the test's thread alone:
     threads that others have left, and libraries, keep the real ones.
+
+    Args:
+        all_threads: whether they are replaced in all threads that run the module's code.
+        replaced: the functions, by name.
     """
 
-    def __init__(self, **replaced: Callable[..., Any]) -> None:
+    def __init__(self, all_threads: bool = False, **replaced: Callable[..., Any]) -> None:
         self._replaced = replaced
-        self._thread = threading.get_ident()
+        self._thread = None if all_threads else threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._replaced and threading.get_ident() == self._thread:
+        if name in self._replaced and self._thread in (None, threading.get_ident()):
             return self._replaced[name]
         return getattr(time, name)
 
 
-def replace_time(monkeypatch: pytest.MonkeyPatch, module: ModuleType, **replaced: Callable[..., Any]) -> None:
-    """Replace functions of `time`, by their names, as `module` calls them in the thread that calls this."""
+def replace_time(
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    all_threads: bool = False,
+    **replaced: Callable[..., Any],
+) -> None:
+    """Replace functions of `time`, by their names, as `module` calls them: see `ModuleTime`."""
     assert module.time is time, f"{module.__name__} has no `time`, or it is replaced already"
-    monkeypatch.setattr(module, "time", ModuleTime(**replaced))
+    monkeypatch.setattr(module, "time", ModuleTime(all_threads, **replaced))

@@ -24,15 +24,18 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from module_time import replace_time
 from sessions import SECOND, Clock, NoSamples, Straight, aggregation, check_ledger, records_of, with_records
 from sessions import Rank as SentRank
 from sessions import Relay as SentRelay
 
+from traceml_ray.agent import rank_agent
 from traceml_ray.agent.channel import SocketChannel
 from traceml_ray.agent.rank_agent import RankAgent
 from traceml_ray.identity import RankIdentity
 from traceml_ray.monitor import aggregator, rank_intake
 from traceml_ray.monitor import rank_connections as peers
+from traceml_ray.monitor import relay as relay_module
 from traceml_ray.monitor.aggregator import AggregatorCore
 from traceml_ray.monitor.finish import ASK_S, LATE_S, LAUNCHER_S, OTHERS_S, SIGN_S, WORD_S
 from traceml_ray.monitor.offline import finish_offline
@@ -1098,7 +1101,11 @@ def test_unconfirmed_flush_returns_false_and_leaves_the_spool(bench: Bench) -> N
     assert list(bench.spool.iterdir())
 
 
-def test_relay_told_to_end_leaves_its_rows_in_files_before_it_hands_over(bench: Bench) -> None:
+def test_relay_told_to_end_leaves_its_rows_in_files_before_it_hands_over(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    replace_time(monkeypatch, relay_module, all_threads=True, monotonic=lambda: now[0])
     bench.aggregator.hangs = True
     bench.relay.accept(rank_batch("a", 0))
     bench.tick()
@@ -1107,15 +1114,17 @@ def test_relay_told_to_end_leaves_its_rows_in_files_before_it_hands_over(bench: 
     while not list(bench.spool.glob("*.spool")):
         assert thread.is_alive()
     assert not bench.relay.stopped  # whoever waits for it may have it killed now
-    thread.join()
+    now[0] += 0.5
+    thread.join(240)
     assert [path.name for path in bench.spool.iterdir()] == ["a.0.spool"]
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["relay hangs", "relay and aggregator are killed"])
 def test_rows_that_only_the_relay_had_taken_at_the_end_are_stored_from_the_copy(
-    bench: Bench, dies: bool
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, dies: bool
 ) -> None:
     """The agent ends in the second between its relay's reply and the aggregator's commit."""
+    monkeypatch.setattr(rank_agent, "CLOSE_WAIT_S", 240.0)  # until it has the reply
     settings = Settings(session="s", interval=60.0)
     agent = RankAgent(settings, SocketChannel(str(bench.path)), spool=str(bench.spool))
     for rows in (5, 20):
