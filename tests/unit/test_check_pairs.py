@@ -131,6 +131,14 @@ def test_slow_node_among_two_models_is_named(seed: int, node: int) -> None:
     assert named(slow) == {(f"node-{node}",)}
 
 
+def test_nodes_without_equal_pairs_are_said() -> None:
+    slow, unsure = Network(4, models=["a", "b", "c", "d"]).judged()
+    assert slow == []
+    assert unsure == [
+        "node-0, node-1, node-2 and node-3: no other pair has the same models to compare their links with."
+    ]
+
+
 def test_pair_that_is_the_only_one_of_its_models_clears_no_node() -> None:
     models = ["old", "old", "new", "new", "new", "new"]
     slow, _ = Network(6, {0: 0.5}, models=models).judged()

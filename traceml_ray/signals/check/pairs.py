@@ -25,6 +25,8 @@ Rounds = Sequence[Mapping[Pair, Sequence[Measure]]]
 OPERATIONS = "all_reduce", "all_gather"
 """Probes of a pair. `Measure.values` are bytes per second and trial, algorithm bandwidth."""
 MOST_ROUNDS = 4
+_MOST_NAMES = 8
+"""Largest number of nodes in a sentence."""
 _LEAST_FAST = 0.3
 """Smallest share of the pairs that may be the peers. Of three nodes, two pairs have the slow one."""
 
@@ -249,6 +251,9 @@ def _undecided(names: Sequence[str], pairs: _Pairs, explained: set[Pair]) -> Ite
     if len(names) == 2 and pairs.judged:
         yield f"{' and '.join(names)}: of two nodes there is one link, and no other one to compare it with."
         return
+    if single := [names[node] for node in pairs.not_compared()]:
+        nodes = text.listed(single[:_MOST_NAMES], max(0, len(single) - _MOST_NAMES))
+        yield f"{nodes}: no other pair has the same models to compare their links with."
     for pair in pairs.slow_pairs():
         if pair in pairs.failed:
             yield f"{' and '.join(names[node] for node in pair)} could not exchange data."
