@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -541,6 +542,27 @@ def test_steps_whose_sums_were_not_stored_are_said_to_be_missing(tmp_path: Path)
     assert f"its last {30 - kept} steps was not stored" in one.why["productive"]
     assert "is not known" in one.why["wasted"]
     assert one.seconds["wasted"] is None and one.seconds["productive"]
+
+
+def test_a_file_without_the_oldest_intervals_says_so(tmp_path: Path) -> None:
+    """As the bundle of an incident, which has the newest 5,000."""
+    busy = Lived(tmp_path / "demo")
+    busy.start()
+    for seconds in (3, 2):
+        busy.step_on(10)
+        busy.interval("checkpoint_save", seconds, (0, 1, 2, 3))
+    busy.step_on(10)
+    assert both(busy).why == {}
+    connection = sqlite3.connect(busy.folder / "session.sqlite")
+    with connection:
+        connection.execute("DELETE FROM lifecycle WHERE id <= 4")
+    connection.close()
+    answers = Answers(busy.folder, LIMITS)
+    stored = query.ask_one(answers.reply, GetGoodput())
+    answers.close()
+    adds_up(stored)
+    assert stored.seconds["checkpoint_save"] == 4 * 2
+    assert "the oldest" in stored.why["checkpoint_save"]
 
 
 def test_intervals_that_could_not_be_sent_are_said_to_be_missing(tmp_path: Path) -> None:

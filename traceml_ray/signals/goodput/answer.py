@@ -177,6 +177,10 @@ def goodput(sources: Sources, **known: Any) -> Goodput:
         for of_attempt, known_not in zip(names, reasons, strict=True)
         for name, reason in known_not.items()
     }
+    if sources.lacks_oldest:
+        why["checkpoint_save"] = (
+            "the oldest checkpoints and evaluations are not in this file, their time is in other parts"
+        )
     seconds = _seconds(total, {*why} if _all_unknown(attempts, balances) else {*why} - {"productive"})
     return Goodput(
         rank_s=rank_ns / 1e9,

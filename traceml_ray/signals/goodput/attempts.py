@@ -147,6 +147,8 @@ class Sources(NamedTuple):
     """When processes that were killed had ended, as their relay saw it (ns), by process."""
     launched_ns: int | None = None
     """When the launcher was started (ns). None: not known, or it does not start the ranks at once."""
+    lacks_oldest: bool = False
+    """Whether the oldest intervals are not in the file."""
 
 
 def started(sources: Sources) -> list[Started]:

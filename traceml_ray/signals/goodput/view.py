@@ -60,6 +60,8 @@ class Read(NamedTuple):
     price: float | None = None
     launched_ns: int | None = None
     """When torchrun was started (ns). None: another launcher."""
+    first_interval: int | None = None
+    """Number of the first interval in the file. None: there is none yet. Above 1: the oldest are gone."""
 
 
 WORDS = {
@@ -116,7 +118,11 @@ class GoodputView(View[Goodput]):
         ended = {
             one.process: one.t_ns for one in events if one.kind == "process_ended" and one.process is not None
         }
+        first = known.first_interval
+        if first is None:
+            first = next((number for number, _, _ in file.records(LIFECYCLE)), None)
         return known._replace(
+            first_interval=first,
             cursor=cursor,
             hangs={**known.hangs, **new},
             events_cursor=events_cursor,
@@ -139,6 +145,7 @@ class GoodputView(View[Goodput]):
             run.over,
             {} if run.read is None else run.read.ended,
             None if run.read is None else run.read.launched_ns,
+            run.read is not None and (run.read.first_interval or 1) > 1,
         )
         devices = {work.facts.get(process, {}).get("device") for process in of_rank.values()} - {None}
         return goodput(
