@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import waitress
-from looking import end, press
+from looking import end, press, until
 from played import Played
-from ray_cluster import until
 from selenium.webdriver.common.by import By
 
 from traceml_ray.dash_app.server import create_app
@@ -50,9 +49,9 @@ def test_form_leads_to_the_page_that_was_asked_for(browser, url: str) -> None:
     browser.get(f"{url}/rank/1?run=job")
     assert not shown(browser, "verdict-strip")
     give(browser, "guessed")
-    until(lambda: "not the token" in browser.page_source, "it is refused")
+    until(browser, lambda: "not the token" in browser.page_source)
     give(browser, "open-sesame")
-    until(lambda: shown(browser, "rank-title"), "the rank's page")
+    until(browser, lambda: shown(browser, "rank-title"))
     assert browser.current_url == f"{url}/rank/1?run=job"
     [cookie] = browser.get_cookies()
     assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Lax")
@@ -61,10 +60,10 @@ def test_form_leads_to_the_page_that_was_asked_for(browser, url: str) -> None:
 
 def test_link_with_the_token_is_redirected_to_one_without(browser, url: str) -> None:
     browser.get(f"{url}/events?token=open-sesame&kind=exit")
-    until(lambda: shown(browser, "verdict-strip"), "the page")
+    until(browser, lambda: shown(browser, "verdict-strip"))
     assert browser.current_url == f"{url}/events?kind=exit"
     browser.get(f"{url}/?token=wrong")
-    until(lambda: shown(browser, "verdict-strip") is False, "it is refused")
+    until(browser, lambda: shown(browser, "verdict-strip") is False)
     assert "not the token" in browser.page_source
 
 
@@ -76,18 +75,18 @@ CHOSEN = "/rank/1?from=2&to=4&step=3&off=stage-data.median+rank"
 def test_copied_link_leads_a_colleague_to_the_same_page_after_the_token(browser, url: str) -> None:
     browser.delete_all_cookies()
     browser.get(f"{url}{CHOSEN}&token=open-sesame")
-    until(lambda: shown(browser, "rank-title"), "the rank's page")
+    until(browser, lambda: shown(browser, "rank-title"))
     browser.execute_script(KEEP)
     press(browser, By.XPATH, BUTTON)
-    link = until(lambda: browser.execute_script("return window.copied"), "the link is copied")
+    link = until(browser, lambda: browser.execute_script("return window.copied"))
     assert link.startswith(f"{url}{CHOSEN}&session=played&run=") and "open-sesame" not in link
     browser.delete_all_cookies()  # a colleague
     browser.get(link)
     give(browser, "open-sesame")
-    until(lambda: shown(browser, "rank-title"), "the rank's page")
+    until(browser, lambda: shown(browser, "rank-title"))
     assert browser.current_url == link
     shows = "return document.querySelector('#range-text').textContent"
-    until(lambda: browser.execute_script(shows).startswith("Steps 2–4 "), "the steps of the link")
+    until(browser, lambda: browser.execute_script(shows).startswith("Steps 2–4 "))
     off = "return [...document.querySelectorAll('#stage-data-legend .off')].map((one) => one.textContent)"
     assert browser.execute_script(off) == ["median rank"]
 
@@ -110,13 +109,13 @@ def test_link_on_another_site_asks_only_once_and_its_form_gets_nothing(
 ) -> None:
     browser.delete_all_cookies()
     browser.get(f"{url}/?token=open-sesame")
-    until(lambda: shown(browser, "verdict-strip"), "the page")
+    until(browser, lambda: shown(browser, "verdict-strip"))
     form = f'<form method="post" action="{url}/bundles"><button id="post">Post</button></form>'
     (tmp_path / "site/index.html").write_text(f'<a id="link" href="{url}/rank/1">Link</a>{form}')
     browser.get(other_site)
     press(browser, By.ID, "link")
-    until(lambda: shown(browser, "rank-title"), "the rank's page, without being asked")
+    until(browser, lambda: shown(browser, "rank-title"))
     browser.get(other_site)
     press(browser, By.ID, "post")
-    until(lambda: "made by another page" in browser.page_source, "the refusal")
+    until(browser, lambda: "made by another page" in browser.page_source)
     browser.delete_all_cookies()
