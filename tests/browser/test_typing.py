@@ -32,6 +32,12 @@ def typed(browser: webdriver.Chrome, *keys: str) -> None:
     ActionChains(browser).send_keys(*keys).perform()
 
 
+def replaced(browser: webdriver.Chrome, keys: str) -> None:
+    """Press keys where the focus is, with all of the text selected."""
+    chosen = ActionChains(browser).key_down(Keys.CONTROL).send_keys("a").key_up(Keys.CONTROL)
+    chosen.send_keys(keys).perform()
+
+
 def field(browser: webdriver.Chrome) -> tuple[str, str]:
     """Return the id of the element that has the focus, and the text of the search field."""
     which = "return [document.activeElement.id, document.getElementById('find').value]"
@@ -72,7 +78,7 @@ def test_field_keeps_focus_and_text_when_its_page_is_made_again(browser, running
     assert field(browser) == ("find", "99")
     typed(browser, Keys.ARROW_LEFT, "8")
     until(browser, lambda: browser.current_url.endswith("/memory?q=989"))
-    typed(browser, Keys.CONTROL, "a", Keys.NULL, Keys.BACKSPACE)
+    replaced(browser, Keys.BACKSPACE)
     until(browser, lambda: browser.execute_script(CHARTS))
     assert field(browser) == ("find", "") and browser.current_url.endswith("/memory")
 
@@ -89,7 +95,7 @@ def test_back_and_forward_show_the_text_of_each_search(browser, running):
     browser.forward()
     shows(browser, "rank-table", "4 of 8 ranks")
     assert field(browser)[1] == "host-0"
-    typed(browser, Keys.CONTROL, "a", Keys.NULL, "host-1")
+    replaced(browser, "host-1")
     press(browser, By.LINK_TEXT, "Events")  # before the text is searched: it belongs to the other page
     shows(browser, "event-table", "straggler")
     assert field(browser)[1] == "" and browser.current_url.endswith("/events")
