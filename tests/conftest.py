@@ -60,6 +60,7 @@ def played(tmp_path: Path) -> Iterator[Any]:
     from played import Played
 
     session = Played(tmp_path / "demo")
+    session.memory_s = 5
     for _ in range(30):
         session.play()
     yield session

@@ -184,6 +184,7 @@ def one_cost(verdict: Any, shown: dict[str, str], about: str) -> None:
 def late(tmp_path_factory: pytest.TempPathFactory) -> Played:
     """Rank 5 is late from step 40 to the end; its cost over the run is not that of a window."""
     played = Played(tmp_path_factory.mktemp("out") / "demo", onset=40, jitter_ms=1.0)
+    played.memory_s = 5
     for _ in range(60):
         played.play(5)
     return played
@@ -214,6 +215,7 @@ def test_cost_is_the_same_on_all_faces_live_and_stored(late: Played) -> None:
 def test_what_is_watched_is_healthy_on_no_face(tmp_path: Path) -> None:
     """It is late for long enough, but has not cost enough yet."""
     played = Played(tmp_path / "demo", late_ms=1.5, jitter_ms=0.05)
+    played.memory_s = 5
     labels = []
     while "watching" not in labels:
         played.play(5)

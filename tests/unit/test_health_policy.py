@@ -316,6 +316,7 @@ def seen(job: Played, attempt: int = 0, asked_s: float = 0.0, later_s: float = 0
 def job(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A session in which rank 5, on node-1, is late in the forward pass."""
     job = Played(tmp_path_factory.mktemp("played") / "s", stage=FORWARD, gpus=0)
+    job.memory_s = 5
     for _ in range(40):
         job.play(10)
     yield job
@@ -343,6 +344,7 @@ def test_answers_about_another_attempt_or_from_a_silent_node_are_partial(job: Pl
 
 def test_session_with_a_rank_that_does_not_report_is_partial(tmp_path: Path) -> None:
     job = Played(tmp_path / "s", gpus=0, stage=FORWARD, onset=0)
+    job.memory_s = 5
     for _ in range(40):
         job.play(10, silent=(3,))
     assert seen(job).doubt == "7 of 8 ranks are known"
@@ -387,6 +389,7 @@ def test_hang_of_a_real_session_is_a_sign(tmp_path: Path) -> None:
 
 def test_death_in_a_real_session_is_a_sign(tmp_path: Path) -> None:
     job = Played(tmp_path / "s", gpus=0, late=None)
+    job.memory_s = 5
     for _ in range(20):
         job.play(10)
     job.dies(6, -9)

@@ -43,6 +43,7 @@ TOKEN = {"Authorization": "Bearer secret"}
 @pytest.fixture
 def played(tmp_path: Path) -> Played:
     made = Played(tmp_path / "demo", late=None)
+    made.memory_s = 5
     for _ in range(8):
         made.play(5)
     return made
@@ -78,6 +79,7 @@ def test_layer_of_a_rank_is_named_on_every_face(played: Played, capsys: pytest.C
 @pytest.mark.parametrize(("stage", "named"), [(FORWARD, True), (DATA, False)])
 def test_layer_stands_beside_a_verdict_on_its_rank_and_stage(tmp_path: Path, stage: int, named: bool) -> None:
     played = Played(tmp_path / "demo", late=LATE, stage=stage, onset=0)
+    played.memory_s = 5
     for _ in range(20):
         played.play(5)
     measured(played)
@@ -104,6 +106,7 @@ def assert_beside_the_verdict(pages: SessionPages, stage: int, named: bool) -> N
 
 def test_live_header_asks_for_layers_in_the_message_of_a_tick_and_seldom(tmp_path: Path) -> None:
     played = Played(tmp_path / "demo", late=LATE, stage=FORWARD, onset=0)
+    played.memory_s = 5
     for _ in range(20):
         played.play(5)
     pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)

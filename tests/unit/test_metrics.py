@@ -21,6 +21,7 @@ Parse = Callable[[str], Iterable[Metric]]
 @pytest.fixture
 def pages(tmp_path: Path) -> SessionPages:
     played = Played(tmp_path / "demo")
+    played.memory_s = 5
     pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     for _ in range(30):
         played.play()
@@ -57,6 +58,7 @@ def test_metrics_hold_verdict_ledger_and_ranks(pages: SessionPages) -> None:
 
 def test_metrics_have_how_long_gpus_wait_for_their_hosts(tmp_path: Path) -> None:
     played = Played(tmp_path / "demo", device=True)
+    played.memory_s = 5
     pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     for _ in range(60):
         played.play()
@@ -98,6 +100,7 @@ def test_metrics_are_plain_text_for_an_invalid_header(pages: SessionPages, accep
 
 def test_metrics_of_a_session_without_ranks_have_only_its_state(tmp_path: Path) -> None:
     played = Played(tmp_path / "demo")
+    played.memory_s = 5
     pages = SessionPages(played.source, clock=played.clock, timer=played.clock.timer)
     assert health(pages) == {"status": "ok", "state": "empty"}
     metrics_read = values(Metrics(pages).exposition()[0], text_string_to_metric_families)

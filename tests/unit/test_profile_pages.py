@@ -44,6 +44,7 @@ BROWSER = {**TOKEN, "Accept": ACCEPT}
 @pytest.fixture
 def played(tmp_path: Path) -> Played:
     made = Played(tmp_path / "demo", onset=60)
+    made.memory_s = 5
     for _ in range(24):
         made.play(5)
     return made

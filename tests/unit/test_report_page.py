@@ -85,6 +85,7 @@ def late(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A session of eight ranks, of which one is late from the middle on."""
     folder = tmp_path_factory.mktemp("sessions") / "late"
     played = Played(folder, 8, late=5, onset=150)
+    played.memory_s = 5
     for _ in range(6):
         played.play(50)
     played.end()
