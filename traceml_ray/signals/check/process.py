@@ -24,7 +24,7 @@ import psutil
 from traceml_ray import text
 from traceml_ray.errors import error_text
 from traceml_ray.signals.check import tasks
-from traceml_ray.signals.check.cores import cpu_name
+from traceml_ray.signals.check.cores import allowed, cpu_name
 from traceml_ray.signals.check.exchange import exchange, listen
 from traceml_ray.signals.check.probes import Prober, boot_id
 from traceml_ray.signals.check.state import StateWatch
@@ -92,7 +92,7 @@ class _Entered:
 
 def machine() -> tasks.NodeUse:
     """Return what is known about this machine without torch."""
-    cores = sorted(os.sched_getaffinity(0))
+    cores = allowed()
     gpus, free = _gpus()
     return tasks.NodeUse(
         socket.gethostname(),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from traceml_ray.signals.check.cores import allowed
 from traceml_ray.signals.check.kernel import BUSY, STEAL, core_ticks, thread_ns
 
 _MOST_THREADS = 3_000
@@ -125,7 +126,7 @@ def cores_of(pids: Iterable[int]) -> list[int]:
             cores |= os.sched_getaffinity(pid)
         except OSError:
             continue
-    return sorted(cores or os.sched_getaffinity(0))
+    return sorted(cores) or allowed()
 
 
 def between(before: CpuCounters, after: CpuCounters, seconds: float) -> CpuDemand:
