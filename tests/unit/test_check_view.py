@@ -40,8 +40,8 @@ def test_what_is_slow_is_said_first_and_at_the_top_of_the_table() -> None:
     result = judged([gpus("node-0", 1, 1, 1, 1), gpus("node-1", 1, 0.86, 1, 1)])
     assert headline(result) == "2 nodes checked in 20 s: GPU 1 of node-1 is slower than peers."
     written = page(blocks(result))
-    said = " ".join(written.split())
-    assert "GPU 1 of node-1 multiplies matrices 14 % slower than its 7 peers (602 TFLOP/s, usual 700" in said
+    text = " ".join(written.split())
+    assert "GPU 1 of node-1 multiplies matrices 14 % slower than its 7 peers (602 TFLOP/s, usual 700" in text
     first = written[written.index("Measured by the check") :].splitlines()[2]
     assert " ".join(first.split()) == "node-1 GPU 1 matmul 602 TFLOP/s 700 TFLOP/s −14 % 0.2 % slow"
 

@@ -13,8 +13,8 @@ _NOTHING = "no node, device or link is slower than its peers"
 
 def lines(result: CheckResult) -> list[str]:
     """Return what a check says, in sentences: what is slow, then what is not sure, notes and errors."""
-    said = [*(one.why for one in result.slow), *result.unsure, *result.notes, *result.errors]
-    return said or [_NOTHING]
+    sentences = [*(one.why for one in result.slow), *result.unsure, *result.notes, *result.errors]
+    return sentences or [_NOTHING]
 
 
 def concluded(outcome: Outcome) -> CheckResult:
