@@ -250,9 +250,10 @@ def test_no_attempt_is_lost_if_its_nodes_agree_on_the_time(tries: list[Try], bor
     """The aggregator corrects the clocks of nodes. Its own may be set, and any node may not tell its boot."""
     agree = [one._replace(set_ns=one.set_ns[:1] * len(one.nodes)) for one in tries]
     answer, _ = answer_of(*agree, tells_birth=born)
-    gaps_s = sum(one.gap_s for one in agree)  # one that is not known may be a part of an attempt
+    # a gap that is not known may be a part of an attempt, as may an overlap that is allowed
+    longest_s = STEPS_S + PREPARES_S + sum(one.gap_s for one in agree) + 60
     for one in answer.attempts:
-        assert 0 < (one.to_ns - one.from_ns) / SECOND <= STEPS_S + PREPARES_S + gaps_s + 0.05
+        assert 0 < (one.to_ns - one.from_ns) / SECOND <= longest_s + 0.05
 
 
 @st.composite
