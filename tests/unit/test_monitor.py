@@ -33,6 +33,14 @@ from traceml_ray.wire import codec
 from traceml_ray.wire import messages as wire
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that gets no core, or whose modules come from a busy disk, is waited for."""
+    for limit in ("DISK_S", "REPORT_S"):
+        monkeypatch.setattr(offline, limit, 240.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_session_begins_with_its_launcher_even_if_ray_never_came_up(tmp_path: Path) -> None:
     """A short run on a busy machine is over before Ray is up: it still lasted as long as it did."""
     monitor = Monitor(Settings(out=str(tmp_path), session="s"), {"launcher": "torchrun"}, {}, Nodes())
@@ -272,6 +280,7 @@ def test_start_that_waits_for_the_disk_does_not_hold_up_the_end(tmp_path: Path) 
         assert start._helper is None
 
 
+@pytest.mark.usefixtures("patient")
 def test_process_that_cannot_begin_is_an_error_with_its_exit_code(tmp_path: Path) -> None:
     request = OfflineRequest(str(tmp_path), Settings(), wire.Finish(codec.VERSION, 0), None, {})
     reply = OfflineEnd(request, {"PYTHONHOME": "/nowhere"}, tmp_path).finish()
