@@ -346,6 +346,7 @@ def email(mailbox: Mailbox, **fields: Any) -> Email:
         "to": ("a@b.c", "d@e.f"),
         "sender": "T <t@b.c>",
         "security": "none",
+        "timeout_s": 240.0,
         **fields,
     }
     return Email(port=mailbox.port, **fields)
@@ -413,7 +414,7 @@ def test_a_name_that_anybody_chose_adds_no_header_and_no_link() -> None:
 
 
 def command(code: str, **fields: Any) -> Program:
-    return Program(argv=(sys.executable, "-c", code, "$HOME; exit 7"), **fields)
+    return Program(argv=(sys.executable, "-c", code, "$HOME; exit 7"), **{"timeout_s": 240.0, **fields})
 
 
 def test_a_command_gets_json_on_stdin_few_variables_and_no_shell(
@@ -517,9 +518,13 @@ def test_a_report_says_what_is_known(
     assert " ".join(name for name, value in flags.items() if value) == hidden
 
 
+AT_ONCE = "group = 0\ntimeout = 240\n"
+"""Messages are not gathered, and a place that gets no core is waited for."""
+
+
 def alerts_of(folder: Path, clock: Clock, *urls: str, rule: str = "") -> Alerts:
     folder.mkdir(exist_ok=True)
-    tables = [f"[to.d{n}]\nkind = 'webhook'\nurl = '{url}'\ngroup = 0\n" for n, url in enumerate(urls)]
+    tables = [f"[to.d{n}]\nkind = 'webhook'\nurl = '{url}'\n{AT_ONCE}" for n, url in enumerate(urls)]
     return Alerts(folder, parse("\n".join([rule, *tables])), {}, clock, [0.0])
 
 
@@ -612,7 +617,7 @@ def test_a_session_sends_its_straggler_and_its_end(server: Callable[..., Server]
     played = Played(tmp_path / "demo")
     for _ in range(30):
         played.play()
-    settings = Settings(alerts=f"{ONE_RULE}[to.a]\nkind = 'webhook'\nurl = '{place.url}'\ngroup = 0\n")
+    settings = Settings(alerts=f"{ONE_RULE}[to.a]\nkind = 'webhook'\nurl = '{place.url}'\n{AT_ONCE}")
     (kind,) = wanted(settings)
     session = SessionPoll(played.source, clock=played.clock, timer=played.clock.timer)
     sink = opened(kind, session, settings)
@@ -655,7 +660,7 @@ def test_a_sinks_process_that_is_killed_goes_on_where_it_was(
     place, played, errors = server(), Played(tmp_path / "demo"), Errors()
     for _ in range(30):
         played.play()
-    settings = Settings(alerts=f"{ONE_RULE}[to.a]\nkind = 'webhook'\nurl = '{place.url}'\ngroup = 0\n")
+    settings = Settings(alerts=f"{ONE_RULE}[to.a]\nkind = 'webhook'\nurl = '{place.url}'\n{AT_ONCE}")
     process = sink_process.SinkProcess(played.folder, settings, played.aggregator.query, errors)
 
     def wait_for_sent(count: int) -> None:
