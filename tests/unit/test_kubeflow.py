@@ -104,6 +104,12 @@ def test_what_the_server_would_refuse_is_left_out(reports: list[Report]) -> None
     assert len(metrics) < 50
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is a thread of this process, which may get no core for some seconds."""
+    monkeypatch.setattr(kubeflow, "TIMEOUT_S", 240.0)
+
+
 @contextmanager
 def posting(server: StatusServer, **environ: str) -> Iterator[Kubeflow]:
     sink = opened(None, Settings(kubeflow=True), {**server.environ(), **environ})  # type: ignore[arg-type]
