@@ -176,6 +176,12 @@ def test_intervals_that_were_joined_count_by_their_busy_time() -> None:
     assert parts.tolist() == [[0, 0, 0, 0, 0, 0], [5, 0, 10, 0, 0, 0], [0, 0, 10, 0, 0, 0]]
 
 
+def test_joined_interval_has_no_time_of_one_that_it_spans() -> None:
+    pieces = [Piece(EVALUATION, 10, 22, 12, joined=True), Piece(SAVE, 12, 22, 10)]
+    parts = of_parts(pieces, [0, 10, 60, 200])
+    assert parts[INSIDE].tolist() == [10, 0, 2, 0, 0, 0]
+
+
 _TIMES = st.integers(0, 1000)
 
 

@@ -66,10 +66,9 @@ def of_parts(pieces: Sequence[Piece], edges: Sequence[int]) -> Int64:
                 if begin >= end:
                     continue
                 inside = end - begin
-                if piece.joined:
-                    sums[part, place] += min(piece.busy_ns, length) * inside // length
-                else:
-                    sums[part, place] += inside - _overlap(covered, begin, end)
+                left = inside - _overlap(covered, begin, end)
+                busy = min(piece.busy_ns, length) * inside // length if piece.joined else left
+                sums[part, place] += min(busy, left)  # no time is counted twice
             if not piece.joined:
                 covered = _with(covered, piece.began_ns, piece.ended_ns)
     return sums
