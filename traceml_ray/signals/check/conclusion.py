@@ -22,8 +22,7 @@ def concluded(outcome: Outcome) -> CheckResult:
     result = judged(outcome.checks)
     slow, levels, unsure = judge_pairs(outcome.names, outcome.rounds)
     in_use = [
-        f"{name}: {used}. Only what is not in use was measured, because a check would slow the job down. "
-        "With --disturb everything is measured."
+        f"{name}: {used}. Only what is not in use was measured, because a check would slow the job down."
         for name, used in outcome.in_use.items()
     ]
     silent = [f"{name} gave no result: {why}." for name, why in outcome.silent.items()]
