@@ -150,10 +150,10 @@ def find(places: Sequence[RankPosition], quiet_s: float) -> Verdict | None:
         confidence="high" if len(blocking) == 1 else "medium" if blocking else "low",
         from_step=step,
         to_step=step,
-        last_step=step - 1,
+        last_step=step - 1 if step else None,
         open_stage=stage,
         span=first.span if first else None,
-        why=f"{_why(blocking, others, answering)} No step was closed for {text.age(quiet_s)}.",
+        why=f"{_why(blocking, others, answering)} {_nothing_closed(step)} for {text.age(quiet_s)}.",
         next=_next(blocking, answering, stalled),
         stacks=_stacks(blocking, others),
     )
@@ -177,10 +177,12 @@ def find_in_setup(places: Sequence[RankPosition], quiet_s: float, world: int) ->
     if not still or not alive or alike or not any(place.call in _SETUP for place in places):
         return None
     finding = find(places, quiet_s)
-    if finding is None or finding.label != "hang":
-        return None
-    why = finding.why.replace("No step was closed for", "The first step was not closed for")
-    return msgspec.structs.replace(finding, why=why, last_step=None)
+    return finding if finding is not None and finding.label == "hang" else None
+
+
+def _nothing_closed(step: int) -> str:
+    """Return the begin of the sentence on the step that is open."""
+    return "No step was closed" if step else "The first step was not closed"
 
 
 PROVEN_S = 10.0
@@ -217,7 +219,6 @@ def with_mismatch(
     others = [place for place in places if place.rank not in mismatch.ranks and not place.ended]
     step = blocking[0].step if not blocking[0].ended else min(place.step for place in others or places)
     stage = None if blocking[0].ended else STAGES[blocking[0].stage]
-    none = "No step was closed" if step else "The first step was not closed"
     return Verdict(
         label="hang",
         stage=stage,
@@ -232,7 +233,7 @@ def with_mismatch(
         last_step=step - 1 if step else None,
         open_stage=stage,
         span=blocking[0].span,
-        why=f"{mismatch.why} {none} for {text.age(quiet_s)}.",
+        why=f"{mismatch.why} {_nothing_closed(step)} for {text.age(quiet_s)}.",
         next=mismatch.next,
         stacks=_stacks(blocking, others),
     )
